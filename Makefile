@@ -1,0 +1,47 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. `make help` lists the rest.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check test-slow lint types clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setup: making $(VENV) and installing gossamer with its development tools (once; re-run only when pyproject.toml or constraints.txt change)"
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "setup: Gossamer needs Python 3.11 or newer, got " + sys.version.split()[0] + "; call make PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch -e '.[dev]'
+	@touch $@
+
+setup: $(STAMP)  ## make the environment (.venv) and install
+	@echo "setup: $(VENV) is ready"
+
+demo: setup  ## install if needed, then run the main job
+	@echo "demo: the alternating exponential ring on 4 nodes x 4 workers"
+	@$(BIN)/gossamer topology show aer --nodes 4 --per-node 4
+	@$(BIN)/gossamer topology plot aer --nodes 4 --per-node 4 -o aer.svg
+
+lint: setup
+	@echo "lint: ruff check, ruff format --check"
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: setup
+	@echo "types: mypy (strict for topology, trace and runtime)"
+	@$(BIN)/mypy
+
+check: lint types  ## fast inner loop: lint, types, unit tests
+	@$(BIN)/pytest -q -x -n 2 tests/unit
+
+test: lint types  ## install if needed, then run every check and test
+	@echo "test: pytest"
+	@$(BIN)/pytest -n 2
+
+test-slow: setup  ## the long tests as well
+	@$(BIN)/pytest -m "slow or not slow" --timeout 1800
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist

@@ -1,0 +1,91 @@
+"""Topologies by name: register one with a decorator, build one from a name, a file or an object.
+
+A registered builder is a function `(layout, **options) -> Topology`. Registering puts it through the shared
+property suite (tests/unit/test_topology_properties.py) and onto the command line.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gossamer.errors import InputError
+from gossamer.topology.core import Layout, Topology
+
+Builder = Callable[..., Topology]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered family: its canonical name, other names for it, what it is in a line, its builder."""
+
+    name: str
+    aliases: tuple[str, ...]
+    summary: str
+    builder: Builder
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(self.builder).parameters)[1:]
+
+
+_ENTRIES: dict[str, Entry] = {}
+_NAMES: dict[str, str] = {}  # every name and alias -> canonical name
+
+
+def register(name: str, *aliases: str) -> Callable[[Builder], Builder]:
+    """Register a topology builder under `name`; the first line of its docstring is its summary."""
+
+    def decorate(builder: Builder) -> Builder:
+        for known in (name, *aliases):
+            if known in _NAMES:
+                raise InputError(f"topology name {known!r} is taken by {_NAMES[known]!r}; choose another")
+        summary = (inspect.getdoc(builder) or "").partition("\n")[0]
+        _ENTRIES[name] = Entry(name, aliases, summary, builder)
+        _NAMES.update(dict.fromkeys((name, *aliases), name))
+        return builder
+
+    return decorate
+
+
+def entries() -> tuple[Entry, ...]:
+    """Every registered family, in order of registration."""
+    return tuple(_ENTRIES.values())
+
+
+def entry(name: str) -> Entry:
+    """The family of that name or alias; a near miss is named in the error."""
+    if name not in _NAMES:
+        near = difflib.get_close_matches(name, _NAMES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"unknown topology {name!r}{hint} Known: {', '.join(_ENTRIES)}")
+    return _ENTRIES[_NAMES[name]]
+
+
+def build(name: str, layout: Layout, **options: Any) -> Topology:
+    """Build a topology by name. Options may stand in the name: `base(k=2)`, `random(seed=3)`."""
+    family, written = parse(name)
+    found = entry(family)
+    options = {**written, **options}
+    unknown = sorted(set(options) - set(found.options))
+    if unknown:
+        takes = f"it takes {', '.join(found.options)}" if found.options else "it takes none"
+        raise InputError(f"topology {found.name!r} has no option {unknown[0]!r}; {takes}")
+    return found.builder(layout, **options)
+
+
+def parse(name: str) -> tuple[str, dict[str, Any]]:
+    """Split `base(k=2)` into `("base", {"k": 2})`."""
+    family, bracket, rest = name.strip().partition("(")
+    if not bracket:
+        return family, {}
+    try:
+        call = ast.parse(f"f({rest}", mode="eval").body
+        assert isinstance(call, ast.Call) and not call.args
+        return family, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError, AssertionError):
+        raise InputError(f"cannot read topology {name!r}; write options as in 'base(k=2)'") from None

@@ -1,0 +1,27 @@
+"""The one Span type, for predicted and measured timelines alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# What a span's time was spent on. `compute` is forward + backward where they are not told apart.
+CATEGORIES = ("compute", "forward", "backward", "step", "wait", "exchange")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One interval on one worker's timeline, in seconds since the run's common origin.
+
+    `attrs` carries what the category needs: `step`, `round`, `bucket`, `peer`, `bytes`, `wire`.
+    """
+
+    category: str
+    worker: int
+    start: float
+    end: float
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
