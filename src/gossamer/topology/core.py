@@ -95,7 +95,7 @@ class Round:
         seen = [w for g in kept for w in g]
         if len(set(seen)) != len(seen) or any(not 0 <= w < n for w in seen):
             raise InputError(f"groups must be disjoint and hold workers 0..{n - 1}, got {kept}")
-        alone = [(w,) for w in sorted(set(range(n)) - set(seen))]
+        alone: list[tuple[int, ...]] = [(w,) for w in sorted(set(range(n)) - set(seen))]
         return cls(tuple(sorted([g for g in kept if g] + alone)))
 
     @classmethod
