@@ -1,0 +1,266 @@
+"""Exchange plans: how a round's averages are carried out, message by message.
+
+A round says *what* is averaged (W); a plan says *how*. For a worker, a plan is a short program of steps, each a
+batch of point-to-point messages and what to do with what arrives. The engine executes exactly these programs
+(over gloo, NCCL or in one process) and the simulator prices exactly these messages.
+
+Uniform group over several nodes (the hierarchical exchange): reduce-scatter inside each node, owners of the same
+piece swap (two nodes) or reduce-and-spread (more) across nodes, all-gather inside each node. Same matrix as a flat
+average, but a node sends its data over the slow link once. Unequal nodes: pieces are cut at the union of all
+nodes' shard boundaries, and the result is uniform over all workers. Weighted rounds: one swap per color of a
+proper edge coloring, so that a worker needs one receive buffer however many neighbors it has.
+
+`wired` messages cross the slow link and use the wire format; messages inside a node stay in full precision. In a
+layout of one node there is no slow link to tell apart, so every worker counts as a node of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import networkx as nx
+import numpy as np
+
+from gossamer.topology.core import Layout, Round
+
+
+class Piece(NamedTuple):
+    """Elements `start:stop` of a bucket, to or from `peer`, counted with `weight` by the receiver."""
+
+    peer: int
+    start: int
+    stop: int
+    weight: float = 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One batch of messages of one worker, and what happens to what arrives.
+
+    - `reduce`: for every range in `own`, out = own weight * value + sum of weight * received.
+    - `swap`:   out += weight * (received - value), both sides using the value as it was sent.
+    - `spread`: after a wired reduce: out += received - (own value as it was sent); keeps the mean for any wire.
+    - `gather`: out = received.
+    `source` is what is sent and reduced: the parameters `x`, or `out`, the result so far.
+    """
+
+    kind: Literal["reduce", "swap", "spread", "gather"]
+    source: Literal["x", "out"]
+    wired: bool
+    sends: tuple[Piece, ...]
+    recvs: tuple[Piece, ...]
+    own: tuple[Piece, ...] = ()
+
+
+Program = tuple[Step, ...]
+
+
+def program(round: Round, layout: Layout, worker: int, size: int, *, hierarchical: bool = True) -> Program:
+    """The steps `worker` performs to average a bucket of `size` elements in `round`. Empty: nothing to do."""
+    group = round.group_of(worker)
+    if len(group) == 1 or size == 0:
+        return ()
+    if round.weights is not None:
+        return _weighted(round, group, layout, worker, size)
+    return _uniform(parts_of(group, layout, hierarchical), worker, size, slow=layout.nodes > 1)
+
+
+def parts_of(group: Sequence[int], layout: Layout, hierarchical: bool) -> list[tuple[int, ...]]:
+    """The group split by node; by worker when not hierarchical or when all workers share one node."""
+    if not hierarchical or layout.nodes == 1:
+        return [(w,) for w in group]
+    by_node: dict[int, list[int]] = defaultdict(list)
+    for w in group:
+        by_node[layout.node[w]].append(w)
+    return [tuple(members) for _, members in sorted(by_node.items())]
+
+
+def shard(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Range `index` of `parts`: all of ceil(size/parts) but the last, so that any shard fits in any other's place."""
+    each = -(-size // parts)
+    return min(index * each, size), min((index + 1) * each, size)
+
+
+def _uniform(parts: list[tuple[int, ...]], worker: int, size: int, *, slow: bool) -> Program:
+    part = next(p for p in parts if worker in p)
+    total = sum(map(len, parts))
+    if len(parts) == 1 and len(part) == 2:  # a pair on one node: one swap instead of reduce and gather
+        peer = part[1 - part.index(worker)]
+        whole = (Piece(peer, 0, size, 0.5),)
+        return (Step("swap", "x", not slow, whole, whole),)
+    steps: list[Step] = []
+    mine = shard(size, len(part), part.index(worker))
+    if len(part) > 1:
+        others = [(w, shard(size, len(part), place)) for place, w in enumerate(part) if w != worker]
+        each = 1.0 / len(part)
+        steps.append(
+            Step(
+                "reduce",
+                "x",
+                False,
+                sends=_pieces((w, lo, hi) for w, (lo, hi) in others),
+                recvs=_pieces((w, *mine, each) for w, _ in others),
+                own=_pieces([(worker, *mine, each)]),
+            )
+        )
+    source: Literal["x", "out"] = "out" if steps else "x"
+    if len(parts) == 2:
+        other = parts[0] if part is parts[1] else parts[1]
+        weight = len(other) / total
+        swaps = []
+        for place, w in enumerate(other):
+            lo, hi = shard(size, len(other), place)
+            swaps.append((w, max(lo, mine[0]), min(hi, mine[1]), weight))
+        pieces = _pieces(swaps)
+        steps.append(Step("swap", source, True, pieces, pieces))
+    elif len(parts) > 2:
+        steps += _across(parts, worker, size, total, mine, source)
+    if len(part) > 1:
+        steps.append(
+            Step(
+                "gather",
+                "out",
+                False,
+                sends=_pieces((w, *mine) for w, _ in others),
+                recvs=_pieces((w, lo, hi) for w, (lo, hi) in others),
+            )
+        )
+    return tuple(s for s in steps if s.sends or s.recvs)
+
+
+def _across(
+    parts: list[tuple[int, ...]],
+    worker: int,
+    size: int,
+    total: int,
+    mine: tuple[int, int],
+    source: Literal["x", "out"],
+) -> list[Step]:
+    """Reduce and spread between the owners of each piece, one owner a node, for three nodes or more."""
+    cuts = sorted({0, size, *(shard(size, len(p), place)[0] for p in parts for place in range(len(p)))})
+    sends, recvs, own = [], [], []
+    back_sends, back_recvs = [], []
+    for start, stop in pairwise(cuts):
+        if not mine[0] <= start < mine[1]:
+            continue
+        owners = [p[start // -(-size // len(p))] for p in parts]
+        rank = owners.index(worker)
+        lo, hi = (start + e for e in shard(stop - start, len(parts), rank))
+        own.append((worker, lo, hi, len(parts[rank]) / total))
+        for a, w in enumerate(owners):
+            if w == worker:
+                continue
+            their = [start + e for e in shard(stop - start, len(parts), a)]
+            sends.append((w, *their))
+            recvs.append((w, lo, hi, len(parts[a]) / total))
+            back_sends.append((w, lo, hi))
+            back_recvs.append((w, *their))
+    return [
+        Step("reduce", source, True, _pieces(sends), _pieces(recvs), _pieces(own)),
+        Step("spread", source, False, _pieces(back_sends), _pieces(back_recvs), _pieces(own)),
+    ]
+
+
+def _weighted(round: Round, group: Sequence[int], layout: Layout, worker: int, size: int) -> Program:
+    take = {(i, j): w for i, j, w in round.weights or ()}
+    steps: list[Step] = []
+    for matching in _colors(frozenset(frozenset(e) for e in take if e[0] in set(group))):
+        for edge in matching:
+            if worker not in edge:
+                continue
+            (peer,) = edge - {worker}
+            wired = layout.nodes == 1 or layout.node[peer] != layout.node[worker]
+            gives, gets = take.get((peer, worker), 0.0), take.get((worker, peer), 0.0)
+            steps.append(
+                Step(
+                    "swap",
+                    "x",
+                    wired,
+                    sends=(Piece(peer, 0, size),) if gives else (),
+                    recvs=(Piece(peer, 0, size, gets),) if gets else (),
+                )
+            )
+    return tuple(steps)
+
+
+def _colors(edges: frozenset[frozenset[int]]) -> list[list[frozenset[int]]]:
+    """A proper edge coloring: every color is a matching. The same on every worker."""
+    if not edges:
+        return []
+    graph: nx.Graph[int] = nx.Graph()
+    graph.add_edges_from(sorted((min(e), max(e)) for e in edges))
+    conflicts: nx.Graph[tuple[int, int]] = nx.Graph()
+    conflicts.add_nodes_from(sorted((min(e), max(e)) for e in edges))
+    conflicts.add_edges_from(((min(a), max(a)), (min(b), max(b))) for a, b in nx.line_graph(graph).edges)
+    color = nx.greedy_color(conflicts, strategy=lambda g, _: sorted(g.nodes))
+    matchings: list[list[frozenset[int]]] = [[] for _ in range(max(color.values()) + 1)]
+    for edge in sorted(color):
+        matchings[color[edge]].append(frozenset(edge))
+    return matchings
+
+
+def _pieces(entries: Iterable[Sequence[float]]) -> tuple[Piece, ...]:
+    made = (Piece(int(e[0]), int(e[1]), int(e[2]), *e[3:]) for e in entries)
+    return tuple(p for p in made if p.stop > p.start)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What each worker sends in one exchange, in bucket sizes, and how many steps its program has."""
+
+    intra_plain: np.ndarray  # inside the node, full precision
+    intra_wired: np.ndarray  # inside the node, wire format (layouts of one node only)
+    inter_plain: np.ndarray  # across nodes, full precision (the spread of three nodes or more)
+    inter_wired: np.ndarray  # across nodes, wire format
+    steps: np.ndarray
+
+
+def traffic(round: Round, layout: Layout, *, hierarchical: bool = True) -> Traffic:
+    """The messages of `program` summed per worker, by formula: no message is listed, so any n is cheap."""
+    n = layout.n
+    sent = {name: np.zeros(n) for name in ("intra_plain", "intra_wired", "inter_plain", "inter_wired")}
+    steps = np.zeros(n, dtype=np.int64)
+    slow = layout.nodes > 1
+    node = layout.node
+
+    def add(worker: int, amount: float, *, across: bool, wired: bool) -> None:
+        sent[f"{'inter' if across else 'intra'}_{'wired' if wired else 'plain'}"][worker] += amount
+
+    if round.weights is not None:
+        for i, j, _ in round.weights:  # i takes from j: j sends
+            across = node[i] != node[j]
+            add(j, 1.0, across=across, wired=across or not slow)
+        edges = {frozenset((i, j)) for i, j, _ in round.weights}
+        for e in edges:
+            for w in e:
+                steps[w] += 1
+        return Traffic(**sent, steps=steps)
+    for group in round.groups:
+        if len(group) == 1:
+            continue
+        parts = parts_of(group, layout, hierarchical)
+        m = len(parts)
+        on_node = Counter(node[w] for w in group)
+        for part in parts:
+            L = len(part)
+            for w in part:
+                if m == 1 and L == 2:
+                    add(w, 1.0, across=False, wired=not slow)
+                    steps[w] = 1
+                    continue
+                if L > 1:
+                    add(w, 2 * (L - 1) / L, across=False, wired=False)
+                if m >= 2:
+                    # parts of one worker (no hierarchy, or one node) may have peers on this node: share out by peer
+                    far = 1.0 if L > 1 else (len(group) - on_node[node[w]]) / (len(group) - 1)
+                    volume = 1 / L if m == 2 else (m - 1) / (m * L)
+                    for across, share in ((True, far), (False, 1 - far)):
+                        add(w, volume * share, across=across, wired=True)
+                        if m > 2:
+                            add(w, volume * share, across=across, wired=False)
+                steps[w] = 2 * (L > 1) + (m == 2) + 2 * (m > 2)
+    return Traffic(**sent, steps=steps)

@@ -1,0 +1,62 @@
+"""The schedule: which round every bucket performs when, and by which plan. One object for engine and simulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from gossamer.errors import InputError
+from gossamer.topology.core import Round, Topology
+from gossamer.topology.plan import Program, Traffic, program, traffic
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A topology plus how its rounds are spread over buckets and time.
+
+    Staggered: bucket b performs round k + b of the topology, so that phases that load the network and phases that
+    do not fall on different buckets of the same step. `average_every = p`: every p-th round is an exact global
+    average instead (0: never).
+    """
+
+    topology: Topology
+    stagger: bool = True
+    hierarchical: bool = True
+    average_every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.average_every < 0:
+            raise InputError(f"average_every must be 0 (never) or positive, got {self.average_every}")
+
+    @cached_property
+    def everyone(self) -> Round:
+        """The exact global average."""
+        return Round.uniform(self.topology.n, [range(self.topology.n)])
+
+    def averages(self, k: int) -> bool:
+        """Whether round k is an exact global average."""
+        return self.average_every > 0 and (k + 1) % self.average_every == 0
+
+    def round(self, k: int, bucket: int = 0) -> Round:
+        """The round that `bucket` performs as the k-th of the sequence."""
+        if self.averages(k):
+            return self.everyone
+        return self.topology.round(k + bucket if self.stagger else k)
+
+    def program(self, k: int, bucket: int, worker: int, size: int, *, average: bool = False) -> Program:
+        """What `worker` does for that exchange; `average=True` asks for an exact global average instead."""
+        made = self.everyone if average else self.round(k, bucket)
+        return _program(made, self.topology.layout, worker, size, self.hierarchical)
+
+    def traffic(self, k: int, bucket: int = 0) -> Traffic:
+        """What every worker sends for that exchange."""
+        return traffic(self.round(k, bucket), self.topology.layout, hierarchical=self.hierarchical)
+
+    def on(self, topology: Topology) -> Schedule:
+        """The same policy over another topology."""
+        return replace(self, topology=topology)
+
+
+@lru_cache(maxsize=16384)
+def _program(round: Round, layout: object, worker: int, size: int, hierarchical: bool) -> Program:
+    return program(round, layout, worker, size, hierarchical=hierarchical)  # type: ignore[arg-type]
