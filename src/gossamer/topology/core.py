@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import overload
 
 import numpy as np
@@ -207,6 +207,7 @@ class Topology:
     period: int
     make: Callable[[int], Round] = field(repr=False)
     connected: bool = True  # False: the union of the rounds does not join all workers, so no consensus
+    edges: Callable[[], np.ndarray] | None = field(default=None, repr=False)  # union_edges() without a long walk
 
     @classmethod
     def of_rounds(cls, name: str, layout: Layout, rounds: Sequence[Round], *, connected: bool = True) -> Topology:
@@ -220,7 +221,8 @@ class Topology:
         return cls(name, layout, len(rounds), tuple(rounds).__getitem__, connected)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_cached", lru_cache(maxsize=4096)(self.make))
+        # A round of n workers takes some 50 n bytes, so a long period of a large n is not kept whole.
+        object.__setattr__(self, "_cached", lru_cache(maxsize=max(64, (1 << 20) // self.n))(self.make))
 
     @property
     def n(self) -> int:
@@ -240,8 +242,22 @@ class Topology:
         """W(k), dense."""
         return self.round(k).matrix()
 
+    def union_edges(self) -> np.ndarray:
+        """Every pair i < j that exchanges in some round of the period, one row each, sorted."""
+        if self.edges is not None:
+            return self.edges()
+        found = np.empty(0, dtype=np.int64)
+        pending: list[np.ndarray] = []
+        for k, made in enumerate(self.rounds):
+            at = made.sparse(self.n).tocoo()
+            i, j = np.minimum(at.row, at.col).astype(np.int64), np.maximum(at.row, at.col)
+            pending.append((i * self.n + j)[i != j])
+            if k % 64 == 63 or k == self.period - 1:
+                found, pending = np.unique(np.concatenate([found, *pending])), []
+        return np.stack(np.divmod(found, self.n), axis=1)
+
     def __reduce__(self) -> tuple[object, ...]:
-        return Topology.of_rounds, (self.name, self.layout, tuple(self.rounds))
+        return partial(Topology.of_rounds, connected=self.connected), (self.name, self.layout, tuple(self.rounds))
 
 
 @dataclass(frozen=True)
