@@ -2,6 +2,24 @@
 
 from gossamer.topology import families, finite_time  # registers the named topologies, in the order of the list
 from gossamer.topology.core import Layout, Round, Topology
+from gossamer.topology.custom import from_graph, from_matrix
+from gossamer.topology.jsonfile import from_dict, from_json, resolve, to_dict, to_json
 from gossamer.topology.registry import build, entries, register
 
-__all__ = ["Layout", "Round", "Topology", "build", "entries", "families", "finite_time", "register"]
+__all__ = [
+    "Layout",
+    "Round",
+    "Topology",
+    "build",
+    "entries",
+    "families",
+    "finite_time",
+    "from_dict",
+    "from_graph",
+    "from_json",
+    "from_matrix",
+    "register",
+    "resolve",
+    "to_dict",
+    "to_json",
+]

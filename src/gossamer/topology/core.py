@@ -215,9 +215,8 @@ class Topology:
             raise InputError(f"topology {name!r} needs at least one round, got none")
         for k, r in enumerate(rounds):
             if sum(map(len, r.groups)) != layout.n:
-                raise InputError(
-                    f"round {k} of topology {name!r} covers {sum(map(len, r.groups))} workers, the layout has {layout.n}"
-                )
+                covered = sum(map(len, r.groups))
+                raise InputError(f"round {k} of topology {name!r} covers {covered} workers, the layout has {layout.n}")
         return cls(name, layout, len(rounds), tuple(rounds).__getitem__, connected)
 
     def __post_init__(self) -> None:

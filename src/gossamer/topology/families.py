@@ -19,7 +19,7 @@ from gossamer.topology.core import Layout, Round, Topology
 from gossamer.topology.registry import register
 
 
-def metropolis(graph: nx.Graph) -> Round:
+def metropolis(graph: nx.Graph[int]) -> Round:
     """One round on a graph with nodes 0..n-1: w_ij = 1 / (1 + max(deg_i, deg_j)), the diagonal takes the rest."""
     degree = dict(graph.degree())
     edges = [(i, j, 1.0 / (1 + max(degree[i], degree[j]))) for i, j in graph.edges()]
@@ -27,7 +27,7 @@ def metropolis(graph: nx.Graph) -> Round:
 
 
 def _static(name: str, layout: Layout, edges: Iterable[tuple[int, int]]) -> Topology:
-    graph = nx.Graph()
+    graph: nx.Graph[int] = nx.Graph()
     graph.add_nodes_from(range(layout.n))
     graph.add_edges_from(edges)
     return Topology.of_rounds(name, layout, [metropolis(graph)])

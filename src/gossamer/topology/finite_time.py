@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import combinations, zip_longest
+from itertools import combinations, pairwise, zip_longest
 
 from gossamer.errors import InputError
 from gossamer.topology.core import Layout, Round, Topology
@@ -66,9 +66,9 @@ def _simple(workers: Sequence[int], k: int) -> list[Edges]:
     """Simple Base-(k+1): n = a_1 (k+1)^p_1 + ... + a_L (k+1)^p_L, p_1 > ... > p_L, 1 <= a_l <= k.
 
     The workers are split into V_1, ..., V_L of those sizes and V_l into a_l parts V_la of (k+1)^p_l. First each V_l
-    averages inside. Then in round l each worker of V_{l+1}, ..., V_L exchanges with one worker of every V_la, with weight
-    |V_la| / N_l, N_l = |V_l| + ... + |V_L|; that moves the right amount between V_l and the rest, so that V_la has
-    the global mean as its own mean and averages inside while the later rounds go on.
+    averages inside. Then in round l each worker of V_{l+1}, ..., V_L exchanges with one worker of every V_la, with
+    weight |V_la| / N_l, N_l = |V_l| + ... + |V_L|; that moves the right amount between V_l and the rest, so that V_la
+    has the global mean as its own mean and averages inside while the later rounds go on.
     """
     if factors(len(workers), k + 1) is not None:
         return _hyper_hypercube(workers, k)
@@ -76,7 +76,7 @@ def _simple(workers: Sequence[int], k: int) -> list[Edges]:
     start = 0
     for power, digit in _digits(len(workers), k + 1):
         cuts = [start + a * power for a in range(digit + 1)]
-        parts.append([workers[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
+        parts.append([workers[a:b] for a, b in pairwise(cuts)])
         start = cuts[-1]
     first = _together([_hyper_hypercube([w for part in level for w in part], k) for level in parts])
     chains: list[list[Edges]] = []

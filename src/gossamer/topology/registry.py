@@ -61,8 +61,8 @@ def entry(name: str) -> Entry:
     """The family of that name or alias; a near miss is named in the error."""
     if name not in _NAMES:
         near = difflib.get_close_matches(name, _NAMES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InputError(f"unknown topology {name!r}{hint} Known: {', '.join(_ENTRIES)}")
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise InputError(f"unknown topology {name!r}; {hint}known are {', '.join(_ENTRIES)}, or a .json file")
     return _ENTRIES[_NAMES[name]]
 
 
@@ -85,7 +85,8 @@ def parse(name: str) -> tuple[str, dict[str, Any]]:
         return family, {}
     try:
         call = ast.parse(f"f({rest}", mode="eval").body
-        assert isinstance(call, ast.Call) and not call.args
-        return family, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError, AssertionError):
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError(name)
+        return family.rstrip(), {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError):
         raise InputError(f"cannot read topology {name!r}; write options as in 'base(k=2)'") from None
