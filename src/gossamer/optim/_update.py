@@ -1,0 +1,185 @@
+"""One AccumAdam step on lists of tensors, cut into pieces that stay in the cache."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+# Scratch moments of one piece. On CPU the piece is small enough for its second pass to hit the cache and
+# large enough that the calls (some 10 µs a piece) and the restarts of the prefetcher do not show.
+_CPU_PIECE_BYTES = 1 << 20
+_DEVICE_PIECE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyper:
+    """What one group's update needs beside its tensors; the betas are those of one accumulation."""
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    maximize: bool
+    foreach: bool | None
+    fused: bool | None
+
+
+@dataclass
+class Piece:
+    """Tensors of one device and dtype that are updated together; `flat` if all are one-dimensional and dense."""
+
+    flat: bool = True
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    exp_avgs: list[Tensor] = field(default_factory=list)
+    exp_avg_sqs: list[Tensor] = field(default_factory=list)
+    grad_sums: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    numel: int = 0
+
+    def append(self, tensors: list[Tensor], step: Tensor) -> None:
+        param, grad, exp_avg, exp_avg_sq, grad_sum = tensors
+        self.params.append(param)
+        self.grads.append(grad)
+        self.exp_avgs.append(exp_avg)
+        self.exp_avg_sqs.append(exp_avg_sq)
+        self.grad_sums.append(grad_sum)
+        self.steps.append(step)
+        self.numel += param.numel()
+
+
+def accumulate_step(slots: list[tuple[list[Tensor], Tensor]], count: int, length: int, hyper: Hyper) -> None:
+    """Step every slot ([x, g, m̂, v̂, b], t̂ − 1), whose b holds the sum of `count` of `length` gradients.
+
+    The step counters are left as they are: the caller advances them after the last gradient.
+    """
+    scratches: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+    for piece in _pieces(slots):
+        exp_avgs, exp_avg_sqs = _scratch_moments(piece, scratches)
+        _update(piece, exp_avgs, exp_avg_sqs, count, length, hyper)
+
+
+def _pieces(slots: list[tuple[list[Tensor], Tensor]]) -> Iterator[Piece]:
+    """Cut large tensors and gather small ones, so that every piece is about as large as the cache allows."""
+    gathering: dict[tuple[torch.device, torch.dtype], Piece] = {}
+    for tensors, step in slots:
+        param = tensors[0]
+        numel = param.numel()
+        if numel == 0:
+            continue
+        flat = _flatten(tensors)
+        if flat is None:
+            alone = Piece(flat=False)
+            alone.append(tensors, step)
+            yield alone
+            continue
+        limit = (_CPU_PIECE_BYTES if param.is_cpu else _DEVICE_PIECE_BYTES) // param.element_size()
+        if numel > limit:
+            for parts in zip(*(torch.split(t, limit) for t in flat), strict=True):
+                part = Piece()
+                part.append(list(parts), step)
+                yield part
+            continue
+        key = (param.device, param.dtype)
+        piece = gathering.get(key)
+        if piece is not None and piece.numel + numel > limit:
+            yield piece
+            piece = None
+        if piece is None:
+            piece = gathering[key] = Piece()
+        piece.append(flat, step)
+    yield from gathering.values()
+
+
+def _flatten(tensors: list[Tensor]) -> list[Tensor] | None:
+    """One-dimensional views of all tensors in the parameter's memory order; None if they do not exist."""
+    if all(t.is_contiguous() for t in tensors):
+        return [t.view(-1) for t in tensors]
+    strides = tensors[0].stride()
+    order = sorted(range(len(strides)), key=lambda d: -strides[d])
+    views = [t.permute(order) for t in tensors]
+    views[1] = views[1].contiguous()  # a gradient is only read, so a copy in the right order will do
+    return [t.view(-1) for t in views] if all(t.is_contiguous() for t in views) else None
+
+
+def _scratch_moments(
+    piece: Piece, scratches: dict[tuple[torch.device, torch.dtype], Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Copies of m̂ and v̂ that this step may overwrite; all flat pieces of a step share one buffer."""
+    if not piece.flat:
+        return [t.clone() for t in piece.exp_avgs], [t.clone() for t in piece.exp_avg_sqs]
+    first = piece.params[0]
+    key = (first.device, first.dtype)
+    scratch = scratches.get(key)
+    if scratch is None or scratch.shape[1] < piece.numel:
+        scratch = scratches[key] = first.new_empty(2, piece.numel)
+    sizes = [t.numel() for t in piece.params]
+    exp_avgs, exp_avg_sqs = (list(row[: piece.numel].split_with_sizes(sizes)) for row in scratch.unbind())
+    torch._foreach_copy_(exp_avgs, piece.exp_avgs)
+    torch._foreach_copy_(exp_avg_sqs, piece.exp_avg_sqs)
+    return exp_avgs, exp_avg_sqs
+
+
+def _update(
+    piece: Piece, exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], count: int, length: int, hyper: Hyper
+) -> None:
+    params, grads = piece.params, piece.grads
+    # The decay of plain Adam is a part of the gradient, so it must reach b as well as this step's moments.
+    if hyper.maximize:
+        grads = list(torch._foreach_neg(grads))
+    if hyper.weight_decay != 0 and not hyper.decoupled:
+        grads = list(torch._foreach_add(grads, params, alpha=hyper.weight_decay))
+    weight_decay = hyper.weight_decay if hyper.decoupled else 0.0
+
+    fused = hyper.fused
+    if fused is None and hyper.foreach is None:
+        fused = params[0].is_cpu
+    if fused and piece.flat:  # the kernel walks memory and ignores strides
+        torch._fused_adamw_(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [step + 1 for step in piece.steps],
+            lr=hyper.lr,
+            beta1=hyper.beta1,
+            beta2=hyper.beta2,
+            weight_decay=weight_decay,
+            eps=hyper.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+    else:
+        adamw(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [step.clone() for step in piece.steps],
+            foreach=hyper.foreach,
+            fused=None if hyper.fused is None else False,
+            amsgrad=False,
+            beta1=hyper.beta1,
+            beta2=hyper.beta2,
+            lr=hyper.lr,
+            weight_decay=weight_decay,
+            eps=hyper.eps,
+            maximize=False,
+        )
+
+    mean = piece.grad_sums
+    if count == 0:  # overwriting the sum here is cheaper than clearing it after the last gradient
+        torch._foreach_copy_(mean, grads)
+    else:
+        torch._foreach_add_(mean, grads)
+    if count == length - 1:
+        torch._foreach_mul_(mean, 1 / length)
+        torch._foreach_lerp_(piece.exp_avgs, mean, 1 - hyper.beta1)
+        torch._foreach_mul_(piece.exp_avg_sqs, hyper.beta2)
+        torch._foreach_addcmul_(piece.exp_avg_sqs, mean, mean, 1 - hyper.beta2)
