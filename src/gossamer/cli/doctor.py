@@ -1,0 +1,160 @@
+"""`gossamer doctor`: what this machine has, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+
+import typer
+
+from gossamer.cli.options import Json, command_app
+from gossamer.cli.output import print_json, print_rich, table
+
+app = command_app()
+
+PACKAGES = {  # distribution: (needed to run at all, how to get it)
+    "torch": (True, "pip install 'torch>=2.6'"),
+    "numpy": (True, "pip install gossamer"),
+    "scipy": (True, "pip install gossamer"),
+    "networkx": (True, "pip install gossamer"),
+    "pydantic": (True, "pip install gossamer"),
+    "rich": (True, "pip install gossamer"),
+    "typer": (True, "pip install gossamer"),
+    "matplotlib": (False, "pip install 'gossamer[plot]'"),
+    "plotly": (False, "pip install 'gossamer[plot]'"),
+    "decent-dp": (False, "pip install 'gossamer[bench]'"),
+}
+OLDEST_TORCH = (2, 6)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at; `needed` ones decide whether Gossamer is usable here; `remedy` is for when it is not ok."""
+
+    area: str
+    name: str
+    ok: bool
+    detail: str
+    needed: bool = False
+    remedy: str = ""
+
+
+@app.command(epilog="Example: gossamer doctor --json")
+def doctor(as_json: Json = False) -> None:
+    """Check this machine: versions, backends, cores, network namespaces, and what is missing."""
+    checks = [replace(c, remedy="") if c.ok else c for c in _checks()]
+    usable = all(c.ok for c in checks if c.needed)
+    if as_json:
+        print_json({"usable": usable, "checks": [asdict(c) for c in checks]})
+    else:
+        _print(checks, usable)
+    if not usable:
+        raise typer.Exit(1)
+
+
+def _checks() -> Iterator[Check]:
+    yield Check(
+        "versions",
+        "python",
+        sys.version_info >= (3, 11),
+        platform.python_version(),
+        needed=True,
+        remedy="install Python 3.11 or newer",
+    )
+    yield Check("versions", "gossamer", True, version("gossamer"), needed=True)
+    for name, (needed, remedy) in PACKAGES.items():
+        found = _version(name)
+        ok = found is not None and (name != "torch" or _release(found) >= OLDEST_TORCH)
+        yield Check("versions", name, ok, found or "not installed", needed, remedy)
+    yield from _torch_checks()
+    yield from _machine_checks()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _release(written: str) -> tuple[int, ...]:
+    major, minor = written.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def _torch_checks() -> Iterator[Check]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    from gossamer.comm.backends import available_backends
+
+    for name, ok in available_backends().items():
+        detail = "available" if ok else "not in this torch build"
+        yield Check("backends", name, ok, detail, name == "gloo", f"install a torch build with {name}")
+    count = torch.cuda.device_count()
+    names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
+    detail = f"{count} x {names}" if count else "no device: training runs on the CPU"
+    yield Check("backends", "cuda", bool(count), detail)
+
+
+def _machine_checks() -> Iterator[Check]:
+    yield Check("machine", "cores", True, f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
+    page, free, total = (os.sysconf(s) for s in ("SC_PAGE_SIZE", "SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+    yield Check("machine", "memory", True, f"{page * free / 2**30:.1f} GiB free of {page * total / 2**30:.1f} GiB")
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        remedy = "install iproute2 (apt-get install iproute2)"
+        yield Check("lab", "namespaces", False, f"{' and '.join(missing)} not found", remedy=remedy)
+    elif os.geteuid() != 0:
+        yield Check("lab", "namespaces", False, "needs root", remedy="run as root to use the lab's shaped links")
+    else:
+        yield from _lab_checks()
+
+
+def _lab_checks() -> Iterator[Check]:
+    """Make a namespace and a shaped link for real, and remove them."""
+    name = f"gossamer-doctor-{os.getpid()}"
+    with contextlib.ExitStack() as stack:
+        problem = _run("ip", "netns", "add", name)
+        if problem is None:
+            stack.callback(_run, "ip", "netns", "delete", name)
+        remedy = "run where network namespaces are allowed (for a container: --privileged)"
+        yield Check("lab", "namespaces", problem is None, problem or "made and removed one", remedy=remedy)
+        if problem is None:
+            shape = ("root", "tbf", "rate", "50mbit", "burst", "32kbit", "latency", "50ms")
+            problem = _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "lo", *shape)
+            remedy = "use a kernel with the sch_tbf module (modprobe sch_tbf)"
+            yield Check("lab", "tc tbf", problem is None, problem or "shaped a link to 50 Mbit/s", remedy=remedy)
+
+
+def _run(*command: str) -> str | None:
+    """None when the command worked, else its complaint."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if done.returncode == 0 else (done.stderr.strip().partition("\n")[0] or "failed")
+
+
+def _print(checks: list[Check], usable: bool) -> None:
+    from rich.markup import escape
+
+    rows = table("", "what", "", "found", "how to get it")
+    area = ""
+    for check in checks:
+        mark = "[green]ok[/]" if check.ok else "[red]missing[/]" if check.needed else "[yellow]no[/]"
+        shown = check.area if check.area != area else ""
+        rows.add_row(shown, check.name, mark, escape(check.detail), escape(check.remedy))
+        area = check.area
+    print_rich(
+        rows, "Gossamer is usable here." if usable else "Gossamer is not usable here: see the rows marked missing."
+    )

@@ -1,0 +1,82 @@
+"""Options that commands share, above all how a layout is written; and how a command file starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gossamer.errors import InputError
+
+if TYPE_CHECKING:
+    from gossamer.topology import Layout
+
+MAX_WORKERS = 65536  # a mistyped number should be an answer, not a machine out of memory
+
+Nodes = Annotated[str | None, typer.Option("--nodes", metavar="M", help="Number of nodes (hosts).")]
+PerNode = Annotated[
+    str | None,
+    typer.Option("--per-node", metavar="L", help="Workers on each node: 4, or 4,4,2 for unequal nodes."),
+]
+N = Annotated[str | None, typer.Option("--n", metavar="N", help="Number of workers, all on one node.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")]
+
+
+def command_app(**settings: Any) -> typer.Typer:
+    """The `app` of a command file."""
+    return typer.Typer(add_completion=False, no_args_is_help=True, **settings)
+
+
+def layout_from(nodes: int | str | None, per_node: str | None, n: int | str | None) -> Layout:
+    """The layout that `--nodes`, `--per-node` and `--n` describe together, as numbers or as a user wrote them."""
+    from gossamer.topology import Layout
+
+    if n is not None:
+        if nodes is not None or per_node is not None:
+            other = "--nodes" if nodes is not None else "--per-node"
+            raise InputError(
+                f"--n {n} puts all workers on one node and cannot go with {other}; "
+                "write either --n, or --nodes with --per-node"
+            )
+        return Layout.flat(_count("--n", n))
+    count = None if nodes is None else _count("--nodes", nodes)
+    if per_node is None:
+        if nodes is not None:
+            raise InputError(f"--nodes {nodes} needs --per-node; add for example --per-node 4")
+        raise InputError("the number of workers is missing; write --nodes 4 --per-node 4, --per-node 4,4,2 or --n 16")
+    counts = [_per_node(per_node, piece) for piece in per_node.split(",")]
+    if len(counts) == 1:
+        if count is None:
+            raise InputError(f"--per-node {per_node} needs --nodes; add for example --nodes 4")
+        counts *= count
+    elif count not in (None, len(counts)):
+        raise InputError(f"--per-node {per_node} lists {len(counts)} nodes but --nodes says {nodes}; leave --nodes out")
+    _count("--nodes times --per-node", sum(counts))
+    return Layout.of(counts)
+
+
+def _count(option: str, value: int | str) -> int:
+    count = _integer(value)
+    if count is None or not 1 <= count <= MAX_WORKERS:
+        shown = value if count is not None else repr(value)
+        raise InputError(f"{option} must be between 1 and {MAX_WORKERS}, got {shown}; pass a positive whole number")
+    return count
+
+
+def _integer(value: int | str) -> int | None:
+    try:
+        return int(value)
+    except ValueError:
+        return None
+
+
+def _per_node(written: str, piece: str) -> int:
+    count = _integer(piece)
+    if count is None or count < 1:
+        raise InputError(
+            f"--per-node must be a positive number or a comma list of them, got {written!r}; "
+            "write for example --per-node 4 or --per-node 4,4,2"
+        )
+    return count

@@ -1,0 +1,57 @@
+"""How commands print: strict JSON for machines, plain tables for people."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print strict JSON, a key a line and an entry of a list of objects a line; what is not finite becomes null."""
+    typer.echo("{\n" + ",\n".join(f"  {json.dumps(k)}: {_compact(v)}" for k, v in finite(value).items()) + "\n}")
+
+
+def _compact(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(f"    {json.dumps(v, allow_nan=False)}" for v in value) + "\n  ]"
+    return json.dumps(value, allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    """The same value in plain Python types, NaN and infinities as None."""
+    if hasattr(value, "tolist"):  # numpy scalars and arrays
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return value
+
+
+def table(*columns: str) -> Table:
+    """An empty table; print it with `print_rich`. Cells are markup: escape brackets."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        made.add_column(column, no_wrap=column is columns[0])
+    return made
+
+
+def print_rich(*what: Any) -> None:
+    """Print tables and lines of text to standard output."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=False)
+    for each in what:
+        console.print(each)
