@@ -13,7 +13,7 @@ help:  ## list the targets
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setup: making $(VENV) and installing gossamer with its development tools (once; re-run only when pyproject.toml or constraints.txt change)"
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "setup: Gossamer needs Python 3.11 or newer, got " + sys.version.split()[0] + "; call make PYTHON=python3.11")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { echo "setup: could not make $(VENV); on Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch -e '.[dev]'
 	@touch $@
 
@@ -24,16 +24,18 @@ demo: setup  ## install if needed, then run the main job
 	@echo "demo: the alternating exponential ring on 4 nodes x 4 workers"
 	@$(BIN)/gossamer topology show aer --nodes 4 --per-node 4
 	@$(BIN)/gossamer topology plot aer --nodes 4 --per-node 4 -o aer.svg
+	@echo "demo: open aer.svg to see who averages with whom; next: $(BIN)/gossamer --help"
 
-lint: setup
+lint: setup  ## ruff: lint and format
 	@echo "lint: ruff check, ruff format --check"
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
-types: setup
+types: setup  ## mypy
 	@echo "types: mypy (strict for topology, trace and runtime)"
 	@$(BIN)/mypy
 
 check: lint types  ## fast inner loop: lint, types, unit tests
+	@echo "check: pytest tests/unit"
 	@$(BIN)/pytest -q -x -n 2 tests/unit
 
 test: lint types  ## install if needed, then run every check and test
@@ -41,7 +43,8 @@ test: lint types  ## install if needed, then run every check and test
 	@$(BIN)/pytest -n 2
 
 test-slow: setup  ## the long tests as well
+	@echo "test-slow: pytest, the long tests too"
 	@$(BIN)/pytest -m "slow or not slow" --timeout 1800
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist aer.svg
