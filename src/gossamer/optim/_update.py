@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-# Scratch moments of one piece. On CPU the piece is small enough for its second pass to hit the cache and
-# large enough that the calls (some 10 µs a piece) and the restarts of the prefetcher do not show.
-_CPU_PIECE_BYTES = 1 << 20
+# On CPU a piece is small enough for its second pass to hit the cache, and large enough that the calls (some
+# 10 µs a piece) and the restarts of the prefetcher do not show. Tensors below `_CPU_SMALL_BYTES` are gathered.
+_CPU_PIECE_BYTES = 2 << 20
+_CPU_SMALL_BYTES = 64 << 10
 _DEVICE_PIECE_BYTES = 64 << 20
 
 
@@ -30,9 +31,9 @@ class Hyper:
 
 @dataclass
 class Piece:
-    """Tensors of one device and dtype that are updated together; `flat` if all are one-dimensional and dense."""
+    """Tensors of one device and dtype that are updated together; `dense` if each fills its memory in order."""
 
-    flat: bool = True
+    dense: bool = True
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     exp_avgs: list[Tensor] = field(default_factory=list)
@@ -59,8 +60,7 @@ def accumulate_step(slots: list[tuple[list[Tensor], Tensor]], count: int, length
     """
     scratches: dict[tuple[torch.device, torch.dtype], Tensor] = {}
     for piece in _pieces(slots):
-        exp_avgs, exp_avg_sqs = _scratch_moments(piece, scratches)
-        _update(piece, exp_avgs, exp_avg_sqs, count, length, hyper)
+        _update(piece, *_scratch_moments(piece, scratches), count, length, hyper)
 
 
 def _pieces(slots: list[tuple[list[Tensor], Tensor]]) -> Iterator[Piece]:
@@ -71,15 +71,17 @@ def _pieces(slots: list[tuple[list[Tensor], Tensor]]) -> Iterator[Piece]:
         numel = param.numel()
         if numel == 0:
             continue
-        flat = _flatten(tensors)
-        if flat is None:
-            alone = Piece(flat=False)
+        dense = _in_memory_order(tensors)
+        if dense is None:
+            alone = Piece(dense=False)
             alone.append(tensors, step)
             yield alone
             continue
-        limit = (_CPU_PIECE_BYTES if param.is_cpu else _DEVICE_PIECE_BYTES) // param.element_size()
-        if numel > limit:
-            for parts in zip(*(torch.split(t, limit) for t in flat), strict=True):
+        size = param.element_size()
+        limit = (_CPU_PIECE_BYTES if param.is_cpu else _DEVICE_PIECE_BYTES) // size
+        if numel > (_CPU_SMALL_BYTES // size if param.is_cpu else limit):
+            whole = [(t,) for t in dense] if numel <= limit else [torch.split(t.view(-1), limit) for t in dense]
+            for parts in zip(*whole, strict=True):
                 part = Piece()
                 part.append(list(parts), step)
                 yield part
@@ -91,37 +93,39 @@ def _pieces(slots: list[tuple[list[Tensor], Tensor]]) -> Iterator[Piece]:
             piece = None
         if piece is None:
             piece = gathering[key] = Piece()
-        piece.append(flat, step)
+        piece.append(dense, step)
     yield from gathering.values()
 
 
-def _flatten(tensors: list[Tensor]) -> list[Tensor] | None:
-    """One-dimensional views of all tensors in the parameter's memory order; None if they do not exist."""
+def _in_memory_order(tensors: list[Tensor]) -> list[Tensor] | None:
+    """Contiguous views of all tensors, dimensions ordered as the parameter's; None if they do not exist."""
     if all(t.is_contiguous() for t in tensors):
-        return [t.view(-1) for t in tensors]
+        return tensors
     strides = tensors[0].stride()
     order = sorted(range(len(strides)), key=lambda d: -strides[d])
     views = [t.permute(order) for t in tensors]
     views[1] = views[1].contiguous()  # a gradient is only read, so a copy in the right order will do
-    return [t.view(-1) for t in views] if all(t.is_contiguous() for t in views) else None
+    return views if all(t.is_contiguous() for t in views) else None
 
 
 def _scratch_moments(
     piece: Piece, scratches: dict[tuple[torch.device, torch.dtype], Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Copies of m̂ and v̂ that this step may overwrite; all flat pieces of a step share one buffer."""
-    if not piece.flat:
-        return [t.clone() for t in piece.exp_avgs], [t.clone() for t in piece.exp_avg_sqs]
-    first = piece.params[0]
-    key = (first.device, first.dtype)
+    """Copies of m̂ and v̂ that this step may overwrite.
+
+    A large tensor's go to one buffer for the whole step: fresh memory would cost page faults, and leave the
+    cache. Many small ones are copied by one call; times 1, because a list has no public clone.
+    """
+    if len(piece.params) > 1 or not piece.dense:
+        moments = torch._foreach_mul(piece.exp_avgs, 1), torch._foreach_mul(piece.exp_avg_sqs, 1)
+        return list(moments[0]), list(moments[1])
+    param = piece.params[0]
+    key = (param.device, param.dtype)
     scratch = scratches.get(key)
     if scratch is None or scratch.shape[1] < piece.numel:
-        scratch = scratches[key] = first.new_empty(2, piece.numel)
-    sizes = [t.numel() for t in piece.params]
-    exp_avgs, exp_avg_sqs = (list(row[: piece.numel].split_with_sizes(sizes)) for row in scratch.unbind())
-    torch._foreach_copy_(exp_avgs, piece.exp_avgs)
-    torch._foreach_copy_(exp_avg_sqs, piece.exp_avg_sqs)
-    return exp_avgs, exp_avg_sqs
+        scratch = scratches[key] = param.new_empty(2, piece.numel)
+    exp_avg, exp_avg_sq = (row[: piece.numel].view(param.shape) for row in scratch.unbind())
+    return [exp_avg.copy_(piece.exp_avgs[0])], [exp_avg_sq.copy_(piece.exp_avg_sqs[0])]
 
 
 def _update(
@@ -138,14 +142,14 @@ def _update(
     fused = hyper.fused
     if fused is None and hyper.foreach is None:
         fused = params[0].is_cpu
-    if fused and piece.flat:  # the kernel walks memory and ignores strides
+    if fused and piece.dense:  # the kernel walks memory and ignores strides
         torch._fused_adamw_(
             params,
             grads,
             exp_avgs,
             exp_avg_sqs,
             [],
-            [step + 1 for step in piece.steps],
+            list(torch._foreach_add(piece.steps, 1)),
             lr=hyper.lr,
             beta1=hyper.beta1,
             beta2=hyper.beta2,

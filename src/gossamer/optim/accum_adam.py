@@ -102,22 +102,21 @@ class AccumAdam(Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        phases: dict[tuple[int, int], list[Tensor]] = {}
+        phases: dict[tuple[int, int], list[tuple[Tensor, dict[str, Any]]]] = {}
         for param in group["params"]:
             if param.grad is not None:
                 state = self._state_of(param, group)
-                phases.setdefault((state["accumulated"], state["length"]), []).append(param)
-        for (count, length), params in phases.items():
+                phases.setdefault((state["accumulated"], state["length"]), []).append((param, state))
+        for (count, length), members in phases.items():
             if length == 1:
-                self._plain_step(params, group)
+                self._plain_step(members, group)
                 continue
-            slots = [(self._slot(p), self.state[p]["step"]) for p in params]
+            slots = [(_slot(param, state), state["step"]) for param, state in members]
             accumulate_step(slots, count, length, self._hyper(group, length))
-            for param in params:
-                state = self.state[param]
+            for _, state in members:
                 state["accumulated"] = (count + 1) % length
-                if count + 1 == length:
-                    state["step"] += 1
+            if count + 1 == length:
+                torch._foreach_add_([state["step"] for _, state in members], 1)
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
@@ -134,13 +133,6 @@ class AccumAdam(Optimizer):
             state["grad_sum"] = torch.zeros_like(param, memory_format=torch.preserve_format)
         return state
 
-    def _slot(self, param: Tensor) -> list[Tensor]:
-        state = self.state[param]
-        tensors = [param, param.grad, state["exp_avg"], state["exp_avg_sq"], state["grad_sum"]]
-        if hasattr(param, "to_local"):  # a sharded parameter (DTensor): the update is elementwise
-            tensors = [t.to_local() for t in tensors]
-        return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-
     def _hyper(self, group: dict[str, Any], length: int) -> Hyper:
         power = length if group["betas_per"] == "step" else 1
         beta1, beta2 = (beta**power for beta in group["betas"])
@@ -156,9 +148,10 @@ class AccumAdam(Optimizer):
             fused=group["fused"],
         )
 
-    def _plain_step(self, params: list[Tensor], group: dict[str, Any]) -> None:
+    def _plain_step(self, members: list[tuple[Tensor, dict[str, Any]]], group: dict[str, Any]) -> None:
         """With nothing to accumulate this is Adam itself, so torch's own function does it."""
-        states = [self.state[p] for p in params]
+        params = [p for p, _ in members]
+        states = [s for _, s in members]
         beta1, beta2 = group["betas"]
         update = adamw if self._decoupled else adam
         update(
@@ -179,6 +172,16 @@ class AccumAdam(Optimizer):
             eps=group["eps"],
             maximize=group["maximize"],
         )
+
+
+def _slot(param: Tensor, state: dict[str, Any]) -> list[Tensor]:
+    """[x, g, m̂, v̂, b] as plain real tensors."""
+    grad = param.grad
+    assert grad is not None
+    tensors = [param, grad, state["exp_avg"], state["exp_avg_sq"], state["grad_sum"]]
+    if type(grad) is not Tensor and hasattr(grad, "to_local"):  # sharded (DTensor): the update is elementwise
+        tensors = [t.to_local() for t in tensors]
+    return [torch.view_as_real(t) for t in tensors] if param.is_complex() else tensors
 
 
 def _check(group: dict[str, Any]) -> None:
@@ -217,7 +220,7 @@ def _check_gradient(param: Tensor, group: dict[str, Any]) -> None:
             f"A parameter of shape {tuple(param.shape)} is {param.dtype}, but fused=True takes real floating "
             "point only: put it into a group with fused=False."
         )
-    if getattr(grad, "placements", None) != getattr(param, "placements", None):
+    if type(grad) is not Tensor and getattr(grad, "placements", None) != getattr(param, "placements", None):
         raise InputError(
             f"The gradient of a sharded parameter of shape {tuple(param.shape)} has other placements than the "
             "parameter: redistribute it before step()."
