@@ -1,6 +1,23 @@
 """A cluster on one machine: worker processes, network namespaces, shaped links, emulated accelerators."""
 
+from gossamer.lab.cluster import Cluster
 from gossamer.lab.cpu import CpuMeter, RunStats
 from gossamer.lab.launch import WorkerFailed, WorkerPool, WorkerTimeout, run_workers, warm_up
+from gossamer.lab.namespaces import LabUnavailable, clean_up, why_unavailable
+from gossamer.lab.shaping import format_rate, parse_rate
 
-__all__ = ["CpuMeter", "RunStats", "WorkerFailed", "WorkerPool", "WorkerTimeout", "run_workers", "warm_up"]
+__all__ = [
+    "Cluster",
+    "CpuMeter",
+    "LabUnavailable",
+    "RunStats",
+    "WorkerFailed",
+    "WorkerPool",
+    "WorkerTimeout",
+    "clean_up",
+    "format_rate",
+    "parse_rate",
+    "run_workers",
+    "warm_up",
+    "why_unavailable",
+]

@@ -273,8 +273,3 @@ def enter_namespace(name: str) -> None:
             raise OSError(number, f"cannot enter network namespace {name}: {os.strerror(number)}")
     finally:
         os.close(descriptor)
-
-
-if __name__ == "__main__":
-    # Unpickle requests as gossamer.lab.forkserver, not as __main__.
-    importlib.import_module("gossamer.lab.forkserver").main(int(sys.argv[1]))

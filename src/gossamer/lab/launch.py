@@ -393,9 +393,11 @@ class _Server:
         self.owner = os.getpid()
         self.lock = threading.Lock()
         self.control, child = socket.socketpair()
+        path = [p or os.getcwd() for p in sys.path]
         with child:
+            program = f"import sys; sys.path[:] = {path!r}; from gossamer.lab import forkserver as f; "
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "gossamer.lab.forkserver", str(child.fileno())],
+                [sys.executable, "-c", f"{program}f.main({child.fileno()})"],
                 pass_fds=[child.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -1,0 +1,60 @@
+"""Measure a link of the lab by a plain socket transfer."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from gossamer.lab.forkserver import enter_namespace
+from gossamer.lab.shaping import address, burst
+
+T = TypeVar("T")
+FRAME = 1514 / 1448  # bytes on the wire per byte of payload: Ethernet, IP and TCP headers at an MTU of 1500
+
+
+def measure(names: list[str], a: int, b: int, rate: float, seconds: float = 0.25) -> float:
+    """Bits a second that go from node a to node b, headers included as the shaper counts them."""
+    size = int(rate / 8 * seconds)
+    skip = 3 * burst(rate) + size // 8  # the bursts of both shapers pass at once; the steady part is measured
+    listener = _inside(names[b], lambda: socket.create_server((address(b), 0)))
+    with listener:
+        port = listener.getsockname()[1]
+        sender = _inside(names[a], lambda: socket.create_connection((address(b), port), timeout=10))
+        listener.settimeout(10)
+        receiver, _ = listener.accept()
+    with sender, receiver:
+        receiver.settimeout(30)
+        thread = threading.Thread(target=_send, args=(sender, size + skip), daemon=True)
+        thread.start()
+        begin, got = 0.0, 0
+        buffer = bytearray(1 << 16)
+        first = 0
+        while got < size + skip:
+            got += receiver.recv_into(buffer) or size + skip
+            if not begin and got >= skip:
+                begin, first = time.monotonic(), got
+        elapsed = time.monotonic() - begin
+        thread.join()
+    return (got - first) * 8 * FRAME / elapsed
+
+
+def _send(sender: socket.socket, size: int) -> None:
+    chunk = bytes(1 << 16)
+    while size > 0:
+        sender.sendall(chunk[: min(size, len(chunk))])
+        size -= len(chunk)
+
+
+def _inside(namespace: str, make: Callable[[], T]) -> T:
+    """Call `make` in a namespace. A thread enters it and ends; a socket stays in the namespace it was made in."""
+
+    def enter_and_make() -> T:
+        enter_namespace(namespace)
+        return make()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(enter_and_make).result()

@@ -1,0 +1,202 @@
+"""A cluster on one machine: nodes with links between them, and workers on the nodes."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from gossamer.errors import GossamerWarning, InputError
+from gossamer.lab.bandwidth import measure
+from gossamer.lab.cpu import RunStats
+from gossamer.lab.launch import Node, WorkerPool, check_per_node
+from gossamer.lab.namespaces import DEVICE, LabUnavailable, Namespaces, clean_up, why_unavailable
+from gossamer.lab.shaping import Links, address, format_rate
+
+Network = Literal["namespaces", "paced", "loopback"]
+PACE = "GOSSAMER_PACE"  # how a paced cluster tells its workers' transport the rates
+CHECKED = 6  # pairs whose bandwidth is measured at the start
+TOLERANCE = 0.2
+
+
+class Cluster:
+    """Nodes joined by links of a given rate, on this machine, for as long as the context lasts.
+
+        with Cluster(nodes=4, per_node=2, link="50mbit", links={(0, 3): "10mbit"}) as cluster:
+            results = cluster.run(fn, 1, 2)          # fn(rank, 1, 2) on 8 fresh workers, results by rank
+            with cluster.pool() as pool: ...         # or workers that stay
+
+    `network` says how the links are made, and labels every result (`describe()["network"]`):
+    - "namespaces": real TCP over shaped virtual links (Linux, root). Inside a node traffic is free.
+    - "paced": everything on loopback; the transport sleeps bytes/rate between nodes, as `pacing` tells it.
+    - "loopback": everything on loopback, links are free.
+    """
+
+    def __init__(
+        self,
+        nodes: int | None = None,
+        per_node: int | Sequence[int] | None = None,
+        *,
+        link: str | float | None = None,
+        links: Mapping[tuple[int, int], str | float | None] | None = None,
+        network: Network = "namespaces",
+        check: bool = True,
+        env: Mapping[str, str] | None = None,
+        verbose: bool = False,
+    ) -> None:
+        self.per_node = _check_nodes(nodes, per_node)
+        if network not in ("namespaces", "paced", "loopback"):
+            raise InputError(f"network must be namespaces, paced or loopback, got {network!r}; see docs/lab.md")
+        self.links = Links.parse(len(self.per_node), link, links)
+        if network == "loopback" and (self.links.default or self.links.pairs):
+            raise InputError("loopback has no link rates; leave link and links out, or use namespaces or paced")
+        self.network: Network = network
+        self.check, self.env, self.verbose = check, dict(env or {}), verbose
+        self.measured: dict[tuple[int, int], float] = {}
+        self.dropped: int | None = None
+        self.stats: RunStats | None = None
+        self._namespaces: Namespaces | None = None
+        self._pools: list[WorkerPool] = []
+        self._entered = False
+
+    @property
+    def nodes(self) -> int:
+        return len(self.per_node)
+
+    @property
+    def n(self) -> int:
+        return sum(self.per_node)
+
+    @property
+    def pacing(self) -> dict[str, Any] | None:
+        """What GOSSAMER_PACE holds, as JSON: the node of every rank, and rates in bits a second (null is free).
+
+        `{"nodes": [0, 0, 1, 1], "link": 5e7, "links": {"0-1": 1e7}}`: a worker's exchange with a worker of another
+        node takes at least bytes * 8 / rate; `link` is shared by all workers of a node, in each direction.
+        """
+        if self.network != "paced":
+            return None
+        where = [node for node, count in enumerate(self.per_node) for _ in range(count)]
+        pairs = {f"{a}-{b}": rate for (a, b), rate in self.links.pairs.items()}
+        return {"nodes": where, "link": self.links.default, "links": pairs}
+
+    def __enter__(self) -> Cluster:
+        if self.network == "namespaces":
+            reason = why_unavailable()
+            if reason is not None:
+                raise LabUnavailable(reason)
+            clean_up()
+            self._namespaces = Namespaces(self.nodes, self.links)
+            try:
+                self._namespaces.make()
+                if self.check:
+                    self._check_bandwidth()
+            except BaseException:
+                self._namespaces.remove()
+                raise
+        self._entered = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entered = False
+        try:
+            for pool in self._pools:
+                pool.kill()
+            self._note_drops()
+        finally:
+            if self._namespaces is not None:
+                self._namespaces.remove()
+                self._namespaces = None
+
+    def pool(
+        self, *, timeout: float = 60.0, grace: float = 2.0, setup: Callable[[int], Any] | None = None
+    ) -> WorkerPool:
+        """Persistent workers on this cluster; they end with it at the latest."""
+        if not self._entered:
+            raise InputError("this cluster is not up; use it inside `with Cluster(...) as cluster:`")
+        env = dict(self.env)
+        if self.pacing is not None:
+            env[PACE] = json.dumps(self.pacing)
+        pool = WorkerPool(
+            per_node=self.per_node,
+            nodes=self._nodes(),
+            env=env,
+            setup=setup,
+            timeout=timeout,
+            grace=grace,
+            verbose=self.verbose,
+        )
+        self._pools.append(pool)
+        return pool
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+        """`fn(rank, *args, **kwargs)` on fresh workers; results by rank. `stats` tells what the run cost."""
+        with self.pool(timeout=timeout, grace=0.2) as pool:
+            results = pool.run(fn, *args, **kwargs)
+            self.stats = pool.stats
+        self._pools.remove(pool)
+        return results
+
+    def traffic(self) -> list[dict[str, int]] | None:
+        """Bytes sent and received and packets dropped per node since the start, as the kernel counted them."""
+        return self._namespaces.traffic() if self._namespaces is not None else None
+
+    def describe(self) -> dict[str, Any]:
+        """What a result must carry to be understood: the network it ran on, asked and measured."""
+        return {
+            "network": self.network,
+            "nodes": self.nodes,
+            "per_node": list(self.per_node),
+            "link": format_rate(self.links.default),
+            "links": {f"{a}-{b}": format_rate(rate) for (a, b), rate in self.links.pairs.items()},
+            "measured_bits_per_second": {f"{a}-{b}": round(rate) for (a, b), rate in self.measured.items()},
+            "dropped_packets": self.dropped,
+        }
+
+    def _nodes(self) -> list[Node]:
+        if self._namespaces is None:
+            return [Node()] * self.nodes
+        return [Node(address(node), DEVICE, name) for node, name in enumerate(self._namespaces.names)]
+
+    def _check_bandwidth(self) -> None:
+        assert self._namespaces is not None
+        plain = [(0, node) for node in range(1, self.nodes) if self.links.rate(0, node) == self.links.default]
+        for a, b in [*plain[:1], *self.links.pairs][:CHECKED]:
+            asked = self.links.rate(a, b)
+            if asked is None:
+                continue
+            for seconds in (0.25, 0.5, 1.0):  # a busy machine may need a longer look
+                reached = measure(self._namespaces.names, a, b, asked, seconds)
+                self.measured[a, b] = reached
+                if abs(reached / asked - 1) <= TOLERANCE:
+                    break
+            else:
+                raise LabUnavailable(
+                    f"the link between nodes {a} and {b} carries {format_rate(reached)} instead of "
+                    f"{format_rate(asked)}; use slower links and longer compute (both by the same factor), "
+                    "or check=False"
+                )
+
+    def _note_drops(self) -> None:
+        traffic = self.traffic()
+        if traffic is not None:
+            self.dropped = sum(node["dropped"] for node in traffic)
+            if self.dropped:
+                warnings.warn(
+                    f"the lab's queues dropped {self.dropped} packets, so its links were slower than asked",
+                    GossamerWarning,
+                    stacklevel=3,
+                )
+
+
+def _check_nodes(nodes: int | None, per_node: int | Sequence[int] | None) -> tuple[int, ...]:
+    if nodes is not None and (isinstance(nodes, bool) or not isinstance(nodes, int) or not 1 <= nodes <= 250):
+        raise InputError(f"a cluster has 1 to 250 nodes, got {nodes!r}; pass nodes=2 or more")
+    if isinstance(per_node, Sequence):
+        counts = check_per_node(None, per_node)
+    else:
+        counts = check_per_node(None, [1 if per_node is None else per_node] * (1 if nodes is None else nodes))
+    if nodes is not None and len(counts) != nodes:
+        raise InputError(f"workers per node {list(counts)} are for {len(counts)} nodes, not {nodes}; give one each")
+    return counts

@@ -1,0 +1,151 @@
+"""Network namespaces of the lab: made, joined by a bridge, shaped, checked, removed.
+
+Names are `gsm-PID-START-SERIAL-PART`: the launcher's pid and start time tell whether its owner is still alive, so
+what a killed run left behind is found and removed, and labs of several processes live side by side. The bridge has
+a namespace of its own: the host's network is never touched.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gossamer.errors import GossamerError
+from gossamer.lab.shaping import Links, address, shape
+
+PREFIX = "gsm-"
+DEVICE = "lab0"  # the interface of a node, the same name in each namespace
+NETNS = Path("/var/run/netns")
+_serial = itertools.count()
+
+
+class LabUnavailable(GossamerError):
+    """This machine cannot make the shaped network that was asked for."""
+
+
+def why_unavailable() -> str | None:
+    """Why network namespaces cannot be used here, or None if they can."""
+    remedy = 'use network="paced" (rates emulated in the transport) or network="loopback"'
+    if sys.platform != "linux":
+        return f"the lab's shaped links need Linux, this is {sys.platform}; {remedy}"
+    missing = [tool for tool in ("ip", "tc") if _tool(tool) is None]
+    if missing:
+        return f"the lab's shaped links need `{'` and `'.join(missing)}` (install iproute2); {remedy}"
+    if os.geteuid() != 0:
+        return f"the lab's shaped links need root; run with sudo, or {remedy}"
+    return None
+
+
+def start_time(pid: int | str) -> str | None:
+    """When a process started (kernel ticks): with the pid it names a process for good. None if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def leftovers() -> list[str]:
+    """Namespaces of labs whose launcher no longer runs."""
+    if not NETNS.is_dir():
+        return []
+    names = [p.name for p in NETNS.iterdir() if p.name.startswith(PREFIX) and p.name.count("-") == 4]
+    return sorted(n for n in names if start_time(n.split("-")[1]) != n.split("-")[2])
+
+
+def remove(names: Sequence[str]) -> None:
+    """Delete namespaces, and with them their devices and queues; those already gone do not matter."""
+    if names:
+        batch = "".join(f"netns del {name}\n" for name in names)
+        subprocess.run([_need("ip"), "-force", "-batch", "-"], input=batch, text=True, capture_output=True)
+
+
+def clean_up() -> list[str]:
+    """Remove what dead runs left behind, and say what it was."""
+    names = leftovers()
+    remove(names)
+    return names
+
+
+class Namespaces:
+    """One namespace a node, and one for the bridge that joins them."""
+
+    def __init__(self, nodes: int, links: Links) -> None:
+        self.links = links
+        self.tag = f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{next(_serial)}"
+        self.hub = f"{self.tag}-hub"
+        self.names = [f"{self.tag}-n{node}" for node in range(nodes)]
+
+    def make(self) -> None:
+        _batch("ip", None, [f"netns add {name}" for name in (self.hub, *self.names)])
+        hub = ["link add br0 type bridge", "link set br0 addrgenmode none", "link set br0 up"]
+        ports: list[str] = []
+        for node, name in enumerate(self.names):
+            hub += [
+                f"link add port{node} type veth peer name {DEVICE} netns {name}",
+                f"link set port{node} addrgenmode none",
+                f"link set port{node} master br0 up",
+            ]
+            ports += shape(f"port{node}", self.links.default, self.links.of(node), "src")
+        _batch("ip", self.hub, hub)
+        _batch("tc", self.hub, ports)
+        for node, name in enumerate(self.names):
+            inside = [
+                "link set lo up",
+                f"link set {DEVICE} addrgenmode none",
+                f"addr add {address(node)}/24 dev {DEVICE}",
+                f"link set {DEVICE} up",
+            ]
+            _batch("ip", name, inside)
+            _batch("tc", name, shape(DEVICE, self.links.default, self.links.of(node), "dst"))
+
+    def remove(self) -> None:
+        remove([name for name in (*self.names, self.hub) if (NETNS / name).exists()])
+
+    def traffic(self) -> list[dict[str, int]]:
+        """Per node, what the kernel counted: bytes `sent` and `received`, and packets `dropped` either way."""
+        ports = {d["dev"]: d for d in _root_queues(self.hub)}
+        counts = []
+        for node, name in enumerate(self.names):
+            own = next(d for d in _root_queues(name) if d["dev"] == DEVICE)
+            port = ports[f"port{node}"]
+            dropped = own.get("drops", 0) + port.get("drops", 0)
+            counts.append({"sent": own.get("bytes", 0), "received": port.get("bytes", 0), "dropped": dropped})
+        return counts
+
+
+def _root_queues(name: str) -> list[dict[str, Any]]:
+    text = _run([_need("tc"), "-n", name, "-s", "-j", "qdisc", "show"], None)
+    return [queue for queue in json.loads(text) if queue.get("root")]
+
+
+def _batch(tool: str, namespace: str | None, lines: Sequence[str]) -> None:
+    if lines:
+        inside = ["-n", namespace] if namespace else []
+        _run([_need(tool), *inside, "-batch", "-"], "\n".join(lines) + "\n")
+
+
+def _run(command: list[str], text: str | None) -> str:
+    done = subprocess.run(command, input=text, text=True, capture_output=True)
+    if done.returncode != 0:
+        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise LabUnavailable(
+            f"the kernel refused the lab's network ({Path(command[0]).name}: {reason}); "
+            'network namespaces, veth, bridge, tbf and htb are needed, or use network="paced"'
+        )
+    return done.stdout
+
+
+def _tool(name: str) -> str | None:
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin:/usr/bin:/bin")
+
+
+def _need(name: str) -> str:
+    return _tool(name) or name
