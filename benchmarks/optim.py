@@ -1,0 +1,126 @@
+"""AccumAdamW against torch.optim.AdamW (and Decent-DP's AccumAdam where installed), on CPU.
+
+    python benchmarks/optim.py                        # one thread, 8.4 M parameters in 32 tensors, a table
+    python benchmarks/optim.py --out benchmarks/records/optim-NAME --note "quiet machine"
+
+All optimizers step on the same parameters and gradients in turn, so that noise meets them alike. A sample is
+the mean of one whole accumulation of steps; ratios are of the medians, to AdamW(fused=True).
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from gossamer.optim import AccumAdamW
+
+BASE = "torch AdamW fused"
+
+
+def contestants(params: list[torch.nn.Parameter], accumulate: int) -> dict[str, torch.optim.Optimizer]:
+    adamw = torch.optim.AdamW
+    result: dict[str, torch.optim.Optimizer] = {
+        BASE: adamw(params, fused=True),
+        "torch AdamW foreach": adamw(params, foreach=True),
+        "torch AdamW for-loop": adamw(params, foreach=False),
+        "AccumAdamW default": AccumAdamW(params, accumulate=accumulate),
+        "AccumAdamW fused": AccumAdamW(params, accumulate=accumulate, fused=True),
+        "AccumAdamW foreach": AccumAdamW(params, accumulate=accumulate, foreach=True),
+        "AccumAdamW for-loop": AccumAdamW(params, accumulate=accumulate, foreach=False),
+        "AccumAdamW fused, accumulate=1": AccumAdamW(params, accumulate=1, fused=True),
+    }
+    try:
+        from decent_dp.optim import AccumAdam as DecentAccumAdam
+    except ImportError:
+        print("decent-dp is not installed: left out (pip install decent-dp==0.2.3)", file=sys.stderr)
+    else:
+        result["decent-dp AccumAdam"] = DecentAccumAdam(params, accum_iter=accumulate)
+    return result
+
+
+def measure(steps: dict[str, Callable[[], object]], accumulate: int, repeats: int) -> dict[str, list[float]]:
+    """Milliseconds a step; the first round of each is a warm-up and left out."""
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for repeat in range(repeats + 1):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            for _ in range(accumulate):
+                step()
+            if repeat:
+                samples[name].append((time.perf_counter() - start) * 1e3 / accumulate)
+    return samples
+
+
+def cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensors", type=int, default=32)
+    parser.add_argument("--numel", type=int, default=1 << 18, help="elements of one tensor")
+    parser.add_argument("--accumulate", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="folder for the record")
+    parser.add_argument("--note", default="", help="what a reader of the record should know of the machine")
+    args = parser.parse_args()
+
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(args.numel)) for _ in range(args.tensors)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    steps = {name: opt.step for name, opt in contestants(params, args.accumulate).items()}
+    samples = measure(steps, args.accumulate, args.repeats)
+
+    base = statistics.median(samples[BASE])
+    table = Table("optimizer", "median ms", "min ms", "ratio", title=f"{args.tensors} tensors of {args.numel}")
+    ratios = {}
+    for name, values in samples.items():
+        ratios[name] = statistics.median(values) / base
+        table.add_row(name, f"{statistics.median(values):.2f}", f"{min(values):.2f}", f"{ratios[name]:.2f}")
+    Console().print(table)
+
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        record = {
+            "command": shlex.join(["python", "benchmarks/optim.py", *sys.argv[1:]]),
+            "note": args.note,
+            "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "system": platform.platform()},
+            "versions": {
+                "python": platform.python_version(),
+                **{p: version(p) for p in ("torch", "gossamer", "decent-dp")},
+            },
+            "settings": {k: v for k, v in vars(args).items() if k not in ("out", "note")},
+            "ratio_of_medians": ratios,
+            "milliseconds_a_step": samples,
+        }
+        (args.out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+        with (args.out / "table.txt").open("w") as file:
+            Console(file=file, width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()
