@@ -1,6 +1,47 @@
 """Gossamer: decentralized (gossip) data-parallel training for PyTorch."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from gossamer.errors import GossamerError, GossamerWarning, InputError
 
+if TYPE_CHECKING:
+    from gossamer.engine import ConsensusGuard, Gossip, PeerError, VirtualCluster, decentralize, node_group
+    from gossamer.optim import AccumAdam, AccumAdamW
+    from gossamer.topology import Layout, Topology
+
 __version__ = "0.1.0"
-__all__ = ["GossamerError", "GossamerWarning", "InputError", "__version__"]
+__all__ = [
+    "AccumAdam",
+    "AccumAdamW",
+    "ConsensusGuard",
+    "GossamerError",
+    "GossamerWarning",
+    "Gossip",
+    "InputError",
+    "Layout",
+    "PeerError",
+    "Topology",
+    "VirtualCluster",
+    "__version__",
+    "decentralize",
+    "node_group",
+]
+
+# Imported when first used: topologies and predictions work on a machine without torch.
+_HOMES = {
+    "gossamer.engine": ("ConsensusGuard", "Gossip", "PeerError", "VirtualCluster", "decentralize", "node_group"),
+    "gossamer.optim": ("AccumAdam", "AccumAdamW"),
+    "gossamer.topology": ("Layout", "Topology"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module 'gossamer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,1 +1,49 @@
+"""Moving bytes between workers: exchanges, wire formats, transports. The only importer of torch.distributed."""
 
+from gossamer.comm.catchup import CatchUp, Counted
+from gossamer.comm.dist import (
+    PrefixStore,
+    Store,
+    ddp_process_group,
+    default_store,
+    group_ranks,
+    node_group_of,
+    node_name,
+    rank_and_size,
+    sharded_ranks,
+)
+from gossamer.comm.exchange import Mixed, Scratch, arrived, exchange, room_for
+from gossamer.comm.gloo import GlooTransport
+from gossamer.comm.local import Hub, LocalTransport
+from gossamer.comm.transport import Channel, Job, PeerError, Transport, clock
+from gossamer.comm.wire import Plain, Wire, wire_named
+
+__all__ = [
+    "CatchUp",
+    "Channel",
+    "Counted",
+    "GlooTransport",
+    "Hub",
+    "Job",
+    "LocalTransport",
+    "Mixed",
+    "PeerError",
+    "Plain",
+    "PrefixStore",
+    "Scratch",
+    "Store",
+    "Transport",
+    "Wire",
+    "arrived",
+    "clock",
+    "ddp_process_group",
+    "default_store",
+    "exchange",
+    "group_ranks",
+    "node_group_of",
+    "node_name",
+    "rank_and_size",
+    "room_for",
+    "sharded_ranks",
+    "wire_named",
+]

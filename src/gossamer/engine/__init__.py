@@ -1,1 +1,9 @@
+"""Gossip on a user's model and optimizer: flat buckets, lanes, the handle, virtual workers."""
 
+from gossamer.comm import PeerError
+from gossamer.engine.decentralize import decentralize, node_group
+from gossamer.engine.gossip import Gossip
+from gossamer.engine.settings import ConsensusGuard
+from gossamer.engine.virtual import VirtualCluster
+
+__all__ = ["ConsensusGuard", "Gossip", "PeerError", "VirtualCluster", "decentralize", "node_group"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -69,6 +69,52 @@ def program(round: Round, layout: Layout, worker: int, size: int, *, hierarchica
     return _uniform(parts_of(group, layout, hierarchical), worker, size, slow=layout.nodes > 1)
 
 
+def program_inside(round: Round, layout: Layout, worker: int, size: int) -> Program:
+    """Exact inside, gossip between: `round` is over nodes, and a node's workers hold one replica of the bucket.
+
+    Every worker mixes its shard of the bucket with the owners of the same pieces in the other nodes, then the node
+    gathers. Unequal nodes: pieces are cut at the union of all nodes' shard boundaries.
+    """
+    node = layout.node[worker]
+    if len(round.group_of(node)) == 1 or size == 0:
+        return ()
+    inside = layout.members[node]
+    low, high = shard(size, len(inside), inside.index(worker))
+    steps: list[Step] = []
+    between = Layout.of([1] * layout.nodes)
+    for start, stop in pairwise(_cuts(layout.members, size)):
+        if not low <= start < high:
+            continue
+        owners = [_owner(members, size, start) for members in layout.members]
+
+        def place(pieces: tuple[Piece, ...], start: int = start, owners: list[int] = owners) -> tuple[Piece, ...]:
+            return tuple(Piece(owners[p.peer], p.start + start, p.stop + start, p.weight) for p in pieces)
+
+        for s in program(round, between, node, stop - start):
+            steps.append(replace(s, sends=place(s.sends), recvs=place(s.recvs), own=place(s.own)))
+    others = [(w, shard(size, len(inside), at)) for at, w in enumerate(inside) if w != worker]
+    if others:
+        steps.append(
+            Step(
+                "gather",
+                "out",
+                False,
+                sends=_pieces((w, low, high) for w, _ in others),
+                recvs=_pieces((w, lo, hi) for w, (lo, hi) in others),
+            )
+        )
+    return tuple(steps)
+
+
+def renamed(steps: Program, ranks: Sequence[int]) -> Program:
+    """The same program with worker i called `ranks[i]`."""
+
+    def name(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        return tuple(p._replace(peer=ranks[p.peer]) for p in pieces)
+
+    return tuple(replace(s, sends=name(s.sends), recvs=name(s.recvs), own=name(s.own)) for s in steps)
+
+
 def parts_of(group: Sequence[int], layout: Layout, hierarchical: bool) -> list[tuple[int, ...]]:
     """The group split by node; by worker when not hierarchical or when all workers share one node."""
     if not hierarchical or layout.nodes == 1:
@@ -83,6 +129,16 @@ def shard(size: int, parts: int, index: int) -> tuple[int, int]:
     """Range `index` of `parts`: all of ceil(size/parts) but the last, so that any shard fits in any other's place."""
     each = -(-size // parts)
     return min(index * each, size), min((index + 1) * each, size)
+
+
+def _cuts(parts: Sequence[tuple[int, ...]], size: int) -> list[int]:
+    """The union of all parts' shard boundaries."""
+    return sorted({0, size, *(shard(size, len(p), at)[0] for p in parts for at in range(len(p)))})
+
+
+def _owner(part: tuple[int, ...], size: int, start: int) -> int:
+    """Whose shard element `start` is in."""
+    return part[start // -(-size // len(part))]
 
 
 def _uniform(parts: list[tuple[int, ...]], worker: int, size: int, *, slow: bool) -> Program:
@@ -141,13 +197,12 @@ def _across(
     source: Literal["x", "out"],
 ) -> list[Step]:
     """Reduce and spread between the owners of each piece, one owner a node, for three nodes or more."""
-    cuts = sorted({0, size, *(shard(size, len(p), place)[0] for p in parts for place in range(len(p)))})
     sends, recvs, own = [], [], []
     back_sends, back_recvs = [], []
-    for start, stop in pairwise(cuts):
+    for start, stop in pairwise(_cuts(parts, size)):
         if not mine[0] <= start < mine[1]:
             continue
-        owners = [p[start // -(-size // len(p))] for p in parts]
+        owners = [_owner(p, size, start) for p in parts]
         rank = owners.index(worker)
         lo, hi = (start + e for e in shard(stop - start, len(parts), rank))
         own.append((worker, lo, hi, len(parts[rank]) / total))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from gossamer.errors import InputError
-from gossamer.topology.core import Round, Topology
-from gossamer.topology.plan import Program, Traffic, program, traffic
+from gossamer.topology.core import Layout, Round, Topology
+from gossamer.topology.plan import Program, Traffic, program, program_inside, renamed, traffic
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Schedule:
     stagger: bool = True
     hierarchical: bool = True
     average_every: int = 0
+    inside: Layout | None = None  # exact inside: the topology is over the nodes of this layout
+    ranks: tuple[int, ...] | None = None  # the topology's worker i is rank ranks[i]
 
     def __post_init__(self) -> None:
         if self.average_every < 0:
@@ -44,19 +46,25 @@ class Schedule:
         return self.topology.round(k + bucket if self.stagger else k)
 
     def program(self, k: int, bucket: int, worker: int, size: int, *, average: bool = False) -> Program:
-        """What `worker` does for that exchange; `average=True` asks for an exact global average instead."""
+        """What rank `worker` does for that exchange; `average=True` asks for an exact global average instead."""
         made = self.everyone if average else self.round(k, bucket)
+        if self.inside is not None:
+            return _program_inside(made, self.inside, worker, size)
+        if self.ranks is not None:
+            found = _program(made, self.topology.layout, self.ranks.index(worker), size, self.hierarchical)
+            return renamed(found, self.ranks)
         return _program(made, self.topology.layout, worker, size, self.hierarchical)
 
     def traffic(self, k: int, bucket: int = 0) -> Traffic:
         """What every worker sends for that exchange."""
         return traffic(self.round(k, bucket), self.topology.layout, hierarchical=self.hierarchical)
 
-    def on(self, topology: Topology) -> Schedule:
-        """The same policy over another topology."""
-        return replace(self, topology=topology)
+
+@lru_cache(maxsize=16384)
+def _program(round: Round, layout: Layout, worker: int, size: int, hierarchical: bool) -> Program:
+    return program(round, layout, worker, size, hierarchical=hierarchical)
 
 
 @lru_cache(maxsize=16384)
-def _program(round: Round, layout: object, worker: int, size: int, hierarchical: bool) -> Program:
-    return program(round, layout, worker, size, hierarchical=hierarchical)  # type: ignore[arg-type]
+def _program_inside(round: Round, layout: Layout, worker: int, size: int) -> Program:
+    return program_inside(round, layout, worker, size)

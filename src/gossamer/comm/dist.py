@@ -1,0 +1,82 @@
+"""All that Gossamer takes from torch.distributed, in one place."""
+
+from __future__ import annotations
+
+import os
+import socket
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
+
+from gossamer.errors import InputError
+
+__all__ = ["PrefixStore", "ProcessGroupGloo", "Store"]
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This worker's rank and how many there are, from the default process group."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise InputError(
+            "decentralize() needs a process group, and none is initialized; call "
+            "torch.distributed.init_process_group() first, in a job started by torchrun or Slurm"
+        )
+    return dist.get_rank(), dist.get_world_size()
+
+
+def default_store() -> Store:
+    """The store that the default process group was made with."""
+    return dist.distributed_c10d._get_default_store()
+
+
+@lru_cache(maxsize=1)
+def gloo_device() -> Any:
+    """One device (socket listener and its loop) for all edges; GLOO_SOCKET_IFNAME chooses the interface."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return ProcessGroupGloo.create_device(interface=interface)
+    return ProcessGroupGloo.create_default_device()
+
+
+def broadcast_from_zero(tensors: list[Tensor], group: Any = None) -> None:
+    for tensor in tensors:
+        dist.broadcast(tensor, src=0, group=group)
+
+
+def node_name() -> str:
+    """What tells this worker's node from others: the launcher's node rank, else the host's name."""
+    for variable in ("GOSSAMER_NODE", "GROUP_RANK", "SLURM_NODEID"):
+        if os.environ.get(variable, "") != "":
+            return f"{variable}={os.environ[variable]}"
+    return f"host={socket.gethostname()}"
+
+
+def ddp_process_group(model: torch.nn.Module) -> Any | None:
+    """The process group of a model wrapped in torch's DDP, None for any other module."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return model.process_group
+    return None
+
+
+def group_ranks(group: Any) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+def sharded_ranks(parameter: Tensor) -> list[int]:
+    """The ranks over which a DTensor is sharded."""
+    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+    return [int(r) for r in mesh.mesh.flatten().tolist()]
+
+
+_node_groups: dict[tuple[tuple[int, ...], ...], Any] = {}
+
+
+def node_group_of(members: tuple[tuple[int, ...], ...]) -> Any:
+    """The process group of this worker's node; made once, collectively."""
+    if members not in _node_groups:
+        mine, _ = dist.new_subgroups_by_enumeration([list(m) for m in members])  # type: ignore[no-untyped-call]
+        _node_groups[members] = mine
+    return _node_groups[members]

@@ -1,0 +1,166 @@
+"""Exchanges over gloo (CPU): one two-rank group per edge, communication threads that sleep in `wait()`.
+
+Facts behind the design (measured with torch 2.13): a failed group stays dead, so an edge of its own confines a dead
+peer to that edge; a pair that posts its send before its receive is half-duplex; `wait()` releases the GIL; a pending
+point-to-point operation cannot be polled, only waited for, hence threads.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from gossamer.comm.dist import PrefixStore, ProcessGroupGloo, Store, broadcast_from_zero, gloo_device
+from gossamer.comm.exchange import Batch, Scratch
+from gossamer.comm.transport import Channel, Job, PeerError, Transport, clock
+
+
+class Edge:
+    """The connection of this worker with one peer, made when first used; tags keep channels and buckets apart."""
+
+    def __init__(self, store: Store, me: int, peer: int, timeout: float):
+        low, high = sorted((me, peer))
+        self.me, self.peer, self.other = me, peer, 0 if me == high else 1
+        self._store = PrefixStore(f"edge/{low}-{high}", store)
+        self._timeout = timedelta(seconds=timeout)
+        self._lock = threading.Lock()
+        self._group: Any = None
+
+    @property
+    def group(self) -> Any:
+        with self._lock:  # bucket threads may meet here
+            if self._group is None:
+                options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                options._devices = [gloo_device()]
+                options._threads = 1
+                options._timeout = self._timeout
+                self._group = ProcessGroupGloo(self._store, 1 - self.other, 2, options)
+            return self._group
+
+    def recv(self, message: Tensor, tag: int) -> Any:
+        return self.group.recv([message], self.other, tag)
+
+    def send(self, message: Tensor, tag: int) -> Any:
+        return self.group.send([message], self.other, tag)
+
+
+class GlooTransport(Transport):
+    """A worker's edges. `store` holds their addresses; a worker talks only to whom its rounds name."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float, group: Any = None):
+        self.rank, self.size = rank, size
+        self._store, self._timeout, self._group = store, timeout, group
+        self._edges: dict[int, Edge] = {}
+        self._lock = threading.Lock()
+        # A blocking get holds its client's lock: edges connect through a client of their own.
+        self._edge_store = store.clone()  # type: ignore[attr-defined]
+
+    def edge(self, peer: int) -> Edge:
+        with self._lock:
+            if peer not in self._edges:
+                self._edges[peer] = Edge(self._edge_store.clone(), self.rank, peer, self._timeout)
+            return self._edges[peer]
+
+    def channel(self, index: int, lanes_in_flight: int, timeout: float) -> Channel:
+        return GlooChannel(self, index, lanes_in_flight, timeout)
+
+    def share(self, name: str, text: str) -> list[str]:
+        self._store.set(f"{name}/{self.rank}", text)
+        keys = [f"{name}/{r}" for r in range(self.size)]
+        for r, key in enumerate(keys):
+            try:
+                self._store.wait([key], timedelta(seconds=self._timeout))
+            except Exception as error:
+                raise PeerError(
+                    f"worker {r} did not show up for {name!r} within {self._timeout:g} s; "
+                    "check that every worker calls decentralize() and is alive"
+                ) from error
+        return [self._store.get(key).decode() for key in keys]
+
+    def broadcast(self, tensors: list[Tensor]) -> None:
+        broadcast_from_zero(tensors, self._group)
+
+    def close(self) -> None:
+        self._edges.clear()
+
+
+class GlooChannel(Channel):
+    """Threads that carry out exchanges, each in launch order. Exchange b runs on thread b modulo their number, on
+    every worker alike, so that all workers perform a thread's exchanges in one order and none can wait in a circle."""
+
+    def __init__(self, transport: GlooTransport, index: int, threads: int, timeout: float):
+        self._transport, self._index, self._timeout = transport, index, timeout
+        self._done = threading.Condition()
+        self._pending = 0
+        self._queues: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._work, args=(q,), name=f"gossamer-{index}-{t}", daemon=True)
+            for t, q in enumerate(self._queues)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def launch(self, job: Job) -> None:
+        with self._done:
+            self._pending += 1
+        self._queues[job.bucket % len(self._queues)].put(job)
+
+    def wait(self, job: Job, timeout: float) -> bool:
+        with self._done:
+            return self._done.wait_for(lambda: job.done, timeout)
+
+    def close(self, drain: float) -> None:
+        with self._done:
+            self._done.wait_for(lambda: self._pending == 0, drain)
+        for q in self._queues:
+            q.put(None)
+        for thread in self._threads:
+            thread.join(timeout=1.0 if self._pending == 0 else 0.0)
+
+    def _work(self, jobs: queue.SimpleQueue[Job | None]) -> None:
+        scratch = Scratch()
+        while (job := jobs.get()) is not None:
+            job.started = clock()
+            try:
+                self._perform(job, scratch)
+            except BaseException as error:  # handed to the training thread, which raises it
+                job.error = error
+            with self._done:
+                job.finished = clock()
+                self._pending -= 1
+                self._done.notify_all()
+
+    def _perform(self, job: Job, scratch: Scratch) -> None:
+        steps = job.make(scratch)
+        tag = self._index * 65536 + job.bucket
+        try:
+            while True:
+                self._carry(next(steps), job, tag)
+        except StopIteration as stop:
+            job.result = stop.value
+
+    def _carry(self, batch: Batch, job: Job, tag: int) -> None:
+        peer = -1
+        try:
+            edges = {peer: self._transport.edge(peer) for peer, _ in [*batch.recvs, *batch.sends]}
+            works = []
+            for peer, message in batch.recvs:  # receives first: see the module's note
+                with job.waiting_for(peer):
+                    works.append((peer, edges[peer].recv(message, tag)))
+            for peer, message in batch.sends:
+                with job.waiting_for(peer):
+                    works.append((peer, edges[peer].send(message, tag)))
+                job.count(peer, message)
+            for peer, work in works:
+                with job.waiting_for(peer):
+                    work.wait(timedelta(seconds=self._timeout))
+        except Exception as error:
+            raise PeerError(
+                f"worker {self._transport.rank} lost worker {peer} in round {job.round}, bucket {job.bucket}: "
+                f"{' '.join(str(error).split())[:200]}. Is worker {peer} alive, and did it train as many steps? "
+                "Restart the job from its last checkpoint."
+            ) from error

@@ -1,0 +1,139 @@
+"""All workers in one process: the same engine code, no threads, deterministic.
+
+A worker's exchange is complete when everybody in its group has launched theirs. Messages are handed over by
+reference, so n workers need no more memory than their models and receive buffers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from gossamer.comm.exchange import Batch, Exchange, Scratch
+from gossamer.comm.transport import Channel, Job, PeerError, Transport, clock
+from gossamer.errors import InputError
+
+
+@dataclass
+class _Message:
+    value: Tensor
+    taken: bool = False
+
+
+@dataclass
+class _Running:
+    """A coroutine between two batches: what it still waits to receive, what of its own is not yet taken."""
+
+    rank: int
+    tag: tuple[int, int]
+    job: Job
+    steps: Exchange
+    recvs: deque[tuple[int, Tensor]] = field(default_factory=deque)
+    unsent: list[_Message] = field(default_factory=list)
+
+
+class Hub:
+    """The workers of one process and the messages between them."""
+
+    def __init__(self, size: int):
+        if size < 1:
+            raise InputError(f"the number of workers must be a positive integer, got {size}; pass n >= 1")
+        self.size = size
+        self._mail: dict[tuple[int, int, tuple[int, int]], deque[_Message]] = defaultdict(deque)
+        self._running: list[_Running] = []
+        self._shared: dict[str, dict[int, str]] = defaultdict(dict)
+
+    def transport(self, rank: int) -> LocalTransport:
+        return LocalTransport(self, rank)
+
+    def start(self, rank: int, channel: int, job: Job) -> None:
+        job.started = clock()
+        running = _Running(rank, (channel, job.bucket), job, job.make(Scratch()))
+        self._running.append(running)
+        self._advance(running)
+        self.progress()
+
+    def progress(self) -> None:
+        """Let every coroutine go on until none can."""
+        moved = True
+        while moved:
+            moved = False
+            for running in list(self._running):
+                moved = self._receive(running) or moved
+                if not running.recvs and all(m.taken for m in running.unsent):
+                    self._advance(running)
+                    moved = True
+
+    def lagging(self, rank: int, job: Job) -> list[int]:
+        """Whom a job waits for: the senders of what it has not received."""
+        for running in self._running:
+            if running.job is job:
+                return sorted({peer for peer, _ in running.recvs})
+        return []
+
+    def _receive(self, running: _Running) -> bool:
+        moved = False
+        while running.recvs:
+            peer, into = running.recvs[0]
+            box = self._mail[peer, running.rank, running.tag]
+            if not box:
+                break
+            message = box.popleft()
+            into.copy_(message.value)
+            message.taken = True
+            running.recvs.popleft()
+            moved = True
+        return moved
+
+    def _advance(self, running: _Running) -> None:
+        try:
+            batch: Batch = next(running.steps)
+        except StopIteration as stop:
+            running.job.result = stop.value
+            running.job.finished = clock()
+            if running in self._running:
+                self._running.remove(running)
+            return
+        running.recvs = deque(batch.recvs)
+        running.unsent = []
+        for peer, value in batch.sends:
+            running.job.count(peer, value)
+            message = _Message(value)
+            running.unsent.append(message)
+            self._mail[running.rank, peer, running.tag].append(message)
+
+
+class LocalTransport(Transport):
+    """One virtual worker's access to its hub."""
+
+    def __init__(self, hub: Hub, rank: int):
+        self.hub, self.rank, self.size = hub, rank, hub.size
+
+    def channel(self, index: int, lanes_in_flight: int, timeout: float) -> Channel:
+        return LocalChannel(self, index)
+
+    def share(self, name: str, text: str) -> list[str]:
+        raise InputError("virtual workers are made together by VirtualCluster, which shares on their behalf")
+
+    def broadcast(self, tensors: list[Tensor]) -> None:
+        raise InputError("virtual workers are made together by VirtualCluster, which copies on their behalf")
+
+
+class LocalChannel(Channel):
+    def __init__(self, transport: LocalTransport, index: int):
+        self._transport, self._index = transport, index
+
+    def launch(self, job: Job) -> None:
+        self._transport.hub.start(self._transport.rank, self._index, job)
+
+    def wait(self, job: Job, timeout: float) -> bool:
+        if not job.done and timeout > 0:
+            late = self._transport.hub.lagging(self._transport.rank, job)
+            raise PeerError(
+                f"virtual worker {self._transport.rank} needs round {job.round} of worker(s) "
+                f"{', '.join(map(str, late))}, which have not stepped yet; step every worker once before any steps "
+                "again, or park() those that have no more data"
+            )
+        return job.done

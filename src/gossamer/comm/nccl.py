@@ -1,0 +1,66 @@
+"""Exchanges over NCCL (CUDA). Experimental: written to the same interface, not yet run on a GPU cluster.
+
+Everything is queued on a side stream when a round is launched, so the forward and backward of the next step overlap
+it; `wait` makes the training stream wait for the recorded event. Point-to-point inside the one communicator of the
+process group: a communicator per pair would cost hundreds of megabytes each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gossamer.comm.exchange import Scratch
+from gossamer.comm.gloo import GlooChannel, GlooTransport
+from gossamer.comm.transport import Channel, Job, clock
+
+
+class NcclTransport(GlooTransport):
+    """Buckets on the GPU travel by NCCL; small control values stay on the CPU and travel by gloo edges."""
+
+    def channel(self, index: int, lanes_in_flight: int, timeout: float) -> Channel:
+        return NcclChannel(self, index, timeout) if index % 2 else GlooChannel(self, index, lanes_in_flight, timeout)
+
+
+class NcclChannel(Channel):
+    def __init__(self, transport: NcclTransport, index: int, timeout: float):
+        self._transport, self._index = transport, index
+        self._group: Any = dist.new_group(backend="nccl")
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._scratch: dict[int, Scratch] = {}
+        self._events: dict[int, torch.cuda.Event] = {}
+
+    def launch(self, job: Job) -> None:
+        job.started = clock()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            steps = job.make(self._scratch.setdefault(job.bucket, Scratch()))
+            try:
+                while True:
+                    batch = next(steps)
+                    operations = [dist.P2POp(dist.irecv, t, peer, self._group) for peer, t in batch.recvs]
+                    operations += [dist.P2POp(dist.isend, t, peer, self._group) for peer, t in batch.sends]
+                    for work in dist.batch_isend_irecv(operations):
+                        work.wait()  # orders the side stream, does not block the host
+                    for peer, message in batch.sends:
+                        job.count(peer, message)
+            except StopIteration as stop:
+                job.result = stop.value
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+            self._events[id(job)] = event
+
+    def wait(self, job: Job, timeout: float) -> bool:
+        event = self._events.get(id(job))
+        if event is not None:
+            if timeout == 0 and not event.query():  # type: ignore[no-untyped-call]
+                return False
+            torch.cuda.current_stream().wait_event(event)
+            del self._events[id(job)]
+            job.finished = clock()
+        return job.done
+
+    def close(self, drain: float) -> None:
+        self._stream.synchronize()

@@ -1,0 +1,99 @@
+"""The one small interface behind which bytes move, so that gloo, NCCL, one process and a fault injector plug in."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from gossamer.comm.exchange import Exchange, Mixed, Scratch
+from gossamer.errors import GossamerError
+
+clock = time.perf_counter
+
+
+class PeerError(GossamerError):
+    """A peer is dead, late or cut off. The message names the peer, the round and what to do."""
+
+
+@dataclass
+class Job:
+    """An exchange under way. The driver fills it in; the training thread waits for it and applies the result.
+
+    States: launched (`started` set) -> done (`finished` set; `result` or `error`).
+    """
+
+    round: int
+    bucket: int
+    make: Callable[[Scratch], Exchange]
+    launched: float = field(default_factory=clock)
+    started: float | None = None
+    finished: float | None = None
+    result: Mixed | None = None
+    error: BaseException | None = None
+    blocked_on: int | None = None  # the peer the driver is waiting for right now
+    blocked: list[tuple[int, float, float]] = field(default_factory=list)  # (peer, from, to)
+    sent: dict[int, int] = field(default_factory=dict)  # bytes by peer
+
+    @property
+    def done(self) -> bool:
+        return self.finished is not None
+
+    def count(self, peer: int, message: Tensor) -> None:
+        self.sent[peer] = self.sent.get(peer, 0) + message.numel() * message.element_size()
+
+    @contextmanager
+    def waiting_for(self, peer: int) -> Iterator[None]:
+        self.blocked_on = peer
+        since = clock()
+        try:
+            yield
+        finally:
+            self.blocked.append((peer, since, clock()))
+            self.blocked_on = None
+
+
+class Channel(ABC):
+    """Carries the exchanges of one lane, in the order they are launched."""
+
+    @abstractmethod
+    def launch(self, job: Job) -> None:
+        """Start the job; returns at once."""
+
+    @abstractmethod
+    def wait(self, job: Job, timeout: float) -> bool:
+        """Wait until the job is done, at most `timeout` seconds; whether it is."""
+
+    def close(self, drain: float) -> None:  # noqa: B027 - most have nothing to close
+        """Finish what is under way within `drain` seconds and free threads."""
+
+
+class Transport(ABC):
+    """A worker's access to the others."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def channel(self, index: int, lanes_in_flight: int, timeout: float) -> Channel:
+        """Channel number `index`, the same on all workers, with that many exchanges under way at once."""
+
+    @abstractmethod
+    def share(self, name: str, text: str) -> list[str]:
+        """Everybody's `text` for `name`, by rank. Collective."""
+
+    @abstractmethod
+    def broadcast(self, tensors: list[Tensor]) -> None:
+        """Worker 0's values into everybody's tensors. Collective."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Release sockets and threads."""
+
+    def environment(self) -> dict[str, Any]:
+        """What a trace or a bug report should say about this transport."""
+        return {"transport": type(self).__name__, "rank": self.rank, "size": self.size}

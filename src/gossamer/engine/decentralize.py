@@ -1,0 +1,155 @@
+"""`decentralize`: the one line instead of `DDP(model)`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossamer.comm import (
+    CatchUp,
+    GlooTransport,
+    PrefixStore,
+    Transport,
+    default_store,
+    node_group_of,
+    node_name,
+    rank_and_size,
+)
+from gossamer.engine.assemble import Prepared, assemble, prepare, topology_of
+from gossamer.engine.describe import agree, describe
+from gossamer.engine.gossip import Gossip
+from gossamer.engine.samebatch import watch_first_batch
+from gossamer.engine.settings import ConsensusGuard, Filter, Settings
+from gossamer.errors import GossamerError
+from gossamer.topology import Layout
+from gossamer.trace import TraceWriter
+
+_calls = itertools.count()
+
+
+def decentralize(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    topology: Any = "aer",
+    algorithm: str = "awc",
+    wire: str = "fp32",
+    every: int = 1,
+    staleness: int = 0,
+    average_every: int = 0,
+    parameters: Filter | None = None,
+    bucket_mb: float | None = None,
+    buffers: str = "average",
+    timeout: float = 1800.0,
+    trace: str | os.PathLike[str] | None = None,
+    guard: ConsensusGuard | None = None,
+    stagger: bool = True,
+    hierarchical: bool = True,
+    in_flight: int = 4,
+    broadcast: bool = True,
+) -> Gossip:
+    """Train `model` by gossip: every worker averages its parameters with a few neighbors while it computes.
+
+    The model stays yours: no wrapper, unchanged `state_dict` keys. Everything happens in `optimizer.step()`.
+
+    Args:
+        model: the module to train, on every worker; or one wrapped in DDP on `gossamer.node_group()`, or sharded by
+            FSDP2 over the node: then gradients are exact inside a node and parameters gossip between nodes.
+        optimizer: the torch optimizer of its parameters, or a list of several.
+        topology: who averages with whom: a name (`gossamer topology list`), a `Topology`, a networkx graph, a weight
+            matrix or a JSON file.
+        algorithm: "awc" communicates while adapting (overlaps forward and backward); "atc" adapts, then combines.
+        wire: format between nodes: "fp32" (as it is), "bf16", "fp16", "int8". The mean is conserved for each.
+        every: mix every k steps.
+        staleness: how many steps may be taken without mixing while a late exchange is on its way.
+        average_every: make the exchange an exact global average every k steps (0: never).
+        parameters: `f(name, parameter) -> bool`: which parameters are mixed; the others stay local.
+        bucket_mb: size of a bucket; chosen from model and topology when left out.
+        buffers: what `averaged()` does to module buffers: "average" or "local".
+        timeout: seconds before a wait for a peer gives up with an error that names it.
+        trace: a directory for this worker's timeline (`gossamer trace` reads it).
+        guard: `ConsensusGuard(...)`: sketch the consensus distance online and average exactly when it drifts.
+        stagger: bucket b follows the schedule at phase k + b, which spreads the load on the network evenly.
+        hierarchical: average groups that span nodes by way of the nodes' fast links.
+        in_flight: how many buckets are exchanged at once.
+        broadcast: start from worker 0's parameters and buffers; False when every worker loaded its own checkpoint.
+    """
+    rank, size = rank_and_size()
+    store = PrefixStore(f"gossamer/{next(_calls)}", default_store())
+    transport = _transport(model, store, rank, size, timeout)
+    layout = _layout(transport.share("node", node_name()))
+    prepared: Prepared | None = None
+    try:
+        settings = Settings(
+            algorithm=algorithm,
+            wire=wire,
+            every=every,
+            staleness=staleness,
+            average_every=average_every,
+            bucket_mb=bucket_mb,
+            buffers=buffers,
+            timeout=timeout,
+            stagger=stagger,
+            hierarchical=hierarchical,
+            in_flight=in_flight,
+            guard=guard,
+        )
+        prepared = prepare(model, optimizer, topology, settings, parameters, layout, rank)
+        writer = _writer(trace, rank, layout)
+        said = describe(settings, topology_of(prepared), prepared.buckets)
+    except GossamerError as error:
+        said = {"error": str(error)}
+    agree(transport.share("description", json.dumps(said)))
+    assert prepared is not None
+    if broadcast and size > 1:
+        transport.broadcast(starting_values(prepared))
+        for flat in itertools.chain.from_iterable(prepared.flats):
+            flat.unpack()
+    catch_up = CatchUp(store, rank, size, timeout)
+    gossip = assemble(prepared, transport, catch_up.meet, catch_up.nudge, writer)
+    if size > 1:
+        watch_first_batch(gossip, model, store, rank, size)
+    return gossip
+
+
+def starting_values(prepared: Prepared) -> list[Tensor]:
+    """All that must be equal at the start: mixed parameters, frozen or local parameters, buffers."""
+    flats = [f.buffer for f in itertools.chain.from_iterable(prepared.flats)]
+    mixed = {id(p.parameter) for f in itertools.chain.from_iterable(prepared.flats) for p in f.places}
+    rest = [p.detach() for p in prepared.model.parameters() if id(p) not in mixed]
+    return [*flats, *rest, *(b.detach() for b in prepared.model.buffers())]
+
+
+def node_group() -> Any:
+    """The process group of this worker's node, for DDP or FSDP2 inside it. Collective: call it on every worker."""
+    rank, size = rank_and_size()
+    store = PrefixStore(f"gossamer/node-group/{next(_calls)}", default_store())
+    names = GlooTransport(store, rank, size, 300.0).share("node", node_name())
+    return node_group_of(_layout(names).members)
+
+
+def _layout(names: Sequence[str]) -> Layout:
+    """Workers with the same node name share a node; nodes are numbered by their first worker."""
+    order = {name: at for at, name in reversed(list(enumerate(dict.fromkeys(names))))}
+    return Layout(tuple(order[name] for name in names))
+
+
+def _transport(model: nn.Module, store: Any, rank: int, size: int, timeout: float) -> Transport:
+    if any(p.device.type == "cuda" for p in model.parameters()):
+        from gossamer.comm.nccl import NcclTransport
+
+        return NcclTransport(store, rank, size, timeout)
+    return GlooTransport(store, rank, size, timeout)
+
+
+def _writer(trace: str | os.PathLike[str] | None, rank: int, layout: Layout) -> TraceWriter | None:
+    if trace is None:
+        return None
+    return TraceWriter(Path(trace), rank, layout.node)

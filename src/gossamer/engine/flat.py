@@ -1,0 +1,167 @@
+"""Flat buffers: the parameters of a lane as views of one buffer per dtype and device, cut into buckets.
+
+The exchange then sends from the parameter storage itself and needs one receive buffer, nothing is packed. A bucket
+is a plain slice and may cut a parameter in two. Sharded parameters (FSDP2) are not re-pointed: their local shards
+are packed into the buffer before an exchange and written back after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.errors import GossamerError, InputError
+
+ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies in its flat buffer."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    elements: int
+
+
+@dataclass
+class Flat:
+    """One buffer and its parameters. `packed`: the parameters keep their own storage (local shards of DTensors)."""
+
+    buffer: Tensor
+    places: list[Place]
+    packed: bool
+
+    def __post_init__(self) -> None:
+        self._pointers = [_local(p.parameter).data_ptr() for p in self.places]
+
+    def check(self) -> None:
+        """Raise if a parameter was given other storage since (by `.to()`, `.half()`, assignment to `.data`)."""
+        for place, pointer in zip(self.places, self._pointers, strict=True):
+            tensor = _local(place.parameter) if self.packed else place.parameter
+            if tensor.data_ptr() != pointer:
+                raise GossamerError(
+                    f"parameter {place.name!r} was moved to other storage after decentralize() (by .to(), .half() or "
+                    "an assignment to .data); move and cast the model first, then call decentralize()"
+                )
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """buffer <- parameters, where they are not views of it."""
+        if self.packed:
+            for place in self.places:
+                self.buffer[place.start : place.start + place.elements].copy_(_local(place.parameter).reshape(-1))
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        """parameters <- buffer, where they are not views of it."""
+        if self.packed:
+            for place in self.places:
+                local = _local(place.parameter)
+                local.copy_(self.buffer[place.start : place.start + place.elements].view(local.shape))
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Give every parameter storage of its own again, so that saving one does not save all."""
+        if not self.packed:
+            for place in self.places:
+                place.parameter.data = place.parameter.data.clone(memory_format=torch.preserve_format)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Slice number `index` of a lane's parameters; `x` is the storage itself."""
+
+    index: int
+    flat: Flat
+    x: Tensor
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """The tensor that holds this worker's values: a DTensor's local shard, else the parameter itself."""
+    data = parameter.detach()
+    return data.to_local() if hasattr(data, "to_local") else data
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    return hasattr(parameter, "to_local")
+
+
+@torch.no_grad()
+def flatten(named: Sequence[tuple[str, nn.Parameter]]) -> list[Flat]:
+    """Lay the parameters out in flat buffers, one per dtype, device and kind, in the order given."""
+    _refuse_overlaps(named)
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        if parameter.is_complex():
+            raise InputError(f"parameter {name!r} is complex; store it as a real tensor (torch.view_as_real) to mix it")
+        key = (parameter.dtype, parameter.device, is_sharded(parameter))
+        kinds.setdefault(key, []).append((name, parameter))
+    flats = []
+    for (dtype, device, packed), members in kinds.items():
+        align = max(1, ALIGN_BYTES // dtype.itemsize)
+        places, total = [], 0
+        for name, parameter in members:
+            elements = _local(parameter).numel()
+            places.append(Place(name, parameter, total, elements))
+            total += -(-elements // align) * align
+        buffer = torch.zeros(total, dtype=dtype, device=device)
+        if not packed:
+            for place in places:
+                _point_into(buffer, place)
+        flats.append(Flat(buffer, places, packed))
+        flats[-1].pack()
+    return flats
+
+
+def _point_into(buffer: Tensor, place: Place) -> None:
+    parameter = place.parameter
+    home = buffer[place.start : place.start + place.elements]
+    # dense in memory in whatever order of dimensions (channels_last): keep its strides
+    dense = torch.empty_like(parameter.data, memory_format=torch.preserve_format).stride() == parameter.stride()
+    view = home.as_strided(parameter.shape, parameter.stride(), home.storage_offset()) if dense else None
+    view = home.view(parameter.shape) if view is None else view
+    view.copy_(parameter.data)
+    parameter.data = view
+
+
+def _refuse_overlaps(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Two parameters on the same memory cannot both be laid out: tie weights by sharing the object."""
+    spans = []
+    for name, parameter in named:
+        local = _local(parameter)
+        if local.numel():
+            spans.append(
+                (local.untyped_storage().data_ptr(), local.data_ptr(), local.numel() * local.element_size(), name)
+            )
+    spans.sort()
+    for (storage, start, length, name), (next_storage, next_start, _, next_name) in pairwise(spans):
+        if storage == next_storage and next_start < start + length:
+            raise InputError(
+                f"parameters {name!r} and {next_name!r} share memory without being one object; tie them by assigning "
+                "the same nn.Parameter to both places"
+            )
+
+
+def cut(flats: Sequence[Flat], bucket_bytes: int | None, period: int) -> list[Bucket]:
+    """Cut the buffers into buckets of equal size. Without `bucket_bytes` their number is a multiple of the schedule's
+    period (so that staggering spreads the load evenly), at least four, none above 25 MB or below 64 KB."""
+    buckets: list[Bucket] = []
+    for flat in flats:
+        elements, item = flat.buffer.numel(), flat.buffer.element_size()
+        if bucket_bytes is None:
+            base = period * -(-4 // period) if period <= 8 else 4
+            count = base * max(1, -(-elements * item // (base * 25 * 2**20)))
+            count = min(count, max(1, elements * item // 2**16))
+        else:
+            count = -(-elements * item // bucket_bytes)
+        align = max(1, ALIGN_BYTES // item)
+        each = -(-elements // (count * align)) * align
+        for start in range(0, elements, max(1, each)):
+            buckets.append(Bucket(len(buckets), flat, flat.buffer[start : start + each]))
+    return buckets

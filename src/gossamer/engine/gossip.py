@@ -1,0 +1,274 @@
+"""The handle that `decentralize` returns."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from gossamer.comm import Counted, Job, Plain, Transport
+from gossamer.engine.buffers import averaged_buffers
+from gossamer.engine.control import Control
+from gossamer.engine.lane import Lane
+from gossamer.engine.settings import Settings
+from gossamer.errors import GossamerError, InputError
+from gossamer.trace import TraceWriter
+
+Collective = Generator[list[Job], None, Any]  # yields the exchanges it needs, goes on when they have arrived
+Meet = Callable[[Sequence[Counted], str], None]
+
+
+class Gossip:
+    """What a worker can ask of its gossip. Collective calls must be made by every worker; they bring all to the same
+    round first, whatever each has skipped."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lanes: list[Lane],
+        settings: Settings,
+        transport: Transport,
+        control: Control,
+        meet: Meet,
+        writer: TraceWriter | None,
+        shards: int,
+    ):
+        self.model, self.lanes, self.settings = model, lanes, settings
+        self.transport, self.control = transport, control
+        self._meet, self._writer = meet, writer
+        self._shards = shards  # over how many workers of a node one replica is spread
+        self._open = True
+        self._undo: list[Callable[[], None]] = []
+        for lane in lanes:
+            lane.owner = self  # as long as the optimizer lives, whose hooks hold the lane
+        _handles.add(self)
+
+    # -- collective calls --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """Evaluate or save the consensus model: inside the block the parameters are the exact mean over all workers
+        (float buffers too, integer buffers the maximum, unless buffers="local"), afterwards they are, bit by bit,
+        what they were. Collective."""
+        self._meet_all("averaged()")
+        restore = self._run(self._enter_average())
+        try:
+            yield self.model
+        finally:
+            restore()
+
+    def consensus_distance(self, *, exact: bool = True) -> float:
+        """RMS over the workers of the distance of their parameters to the mean, sqrt(1/n sum_i |x_i - mean|^2).
+
+        `exact=True` is collective. `exact=False` returns the latest sketch (needs `guard=`), at no cost.
+        """
+        if not exact:
+            sketches = [lane.sketcher.latest for lane in self.lanes if lane.sketcher is not None]
+            if not sketches:
+                raise InputError("there is no sketch without a guard; pass guard=ConsensusGuard() or call exact=True")
+            return sum(s.distance**2 for s in sketches if s is not None) ** 0.5 if all(sketches) else float("nan")
+        self._meet_all("consensus_distance()")
+        return float(self._run(self._measure_distance()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides the model and the optimizer. Collective; changes nothing.
+
+        Save it per worker, together with that worker's own `model.state_dict()` and `optimizer.state_dict()`.
+        """
+        self._meet_all("state_dict()")
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "workers": self.control.layout.n,
+            "topology": self.lanes[0].schedule.topology.name,
+            "lanes": [lane.state_dict() for lane in self.lanes],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken; load the model's and the optimizer's state first. Collective."""
+        self._check_state(state)
+        self._meet_all("load_state_dict()")
+        self._load(state)
+
+    def reset(self) -> None:
+        """Forget the exchange in flight; call it after writing to the parameters yourself, as `load_state_dict` of
+        the model does. Collective."""
+        self._meet_all("reset()")
+        for lane in self.lanes:
+            lane.drop()
+
+    def close(self) -> None:
+        """Bring everybody to the same round, stop, and give every parameter storage of its own again. Collective."""
+        if self._open:
+            self._meet_all("close()")
+            for lane in self.lanes:
+                lane.drop()
+            self._stop(drain=self.settings.timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:  # this worker will not take part in anything: do not wait for the others
+            self._stop(drain=0.0)
+
+    # -- local calls -------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Steps, rounds, bytes, seconds waited by peer and by link; sums over lanes, and each lane's own."""
+        lanes = [lane.meter.summary() for lane in self.lanes]
+        for lane, summary in zip(self.lanes, lanes, strict=True):
+            latest = lane.sketcher.latest if lane.sketcher is not None else None
+            summary["consensus_ratio"] = None if latest is None else latest.ratio
+            summary["consensus_distance"] = None if latest is None else latest.distance
+        total: dict[str, Any] = {}
+        for summary in lanes:
+            for key, value in summary.items():
+                if isinstance(value, dict):
+                    mine = total.setdefault(key, {})
+                    for name, amount in value.items():
+                        mine[name] = mine.get(name, 0) + amount
+                elif key.startswith("consensus"):
+                    total[key] = value if len(lanes) == 1 else None
+                else:
+                    total[key] = total.get(key, 0) + value
+        return {**total, "buckets": sum(len(lane.buckets) for lane in self.lanes), "lanes": lanes}
+
+    def on_stop(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when the handle stops."""
+        self._undo.append(undo)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _meet_all(self, call: str) -> None:
+        if not self._open:
+            raise GossamerError(f"{call} after close(); call decentralize() again to go on")
+        self._meet(self.lanes, call)
+        for lane in self.lanes:
+            lane.finish()
+
+    def _run(self, steps: Collective) -> Any:
+        """Drive a collective on this worker: wait for what it asks for."""
+        try:
+            while True:
+                for job in next(steps):
+                    self.lanes[0].wait(job)
+        except StopIteration as stop:
+            return stop.value
+
+    @torch.no_grad()
+    def _means(self) -> Generator[list[Job], None, list[list[torch.Tensor]]]:
+        """The exact mean of every bucket of every lane."""
+        means, jobs = [], []
+        for lane in self.lanes:
+            for flat in lane.flats:
+                flat.pack()
+            outs = [lane.room(b.x) for b in lane.buckets]
+            jobs += lane.average([b.x for b in lane.buckets], outs, Plain())
+            means.append(outs)
+        yield jobs
+        for lane, outs in zip(self.lanes, means, strict=True):
+            for b, bucket in enumerate(lane.buckets):
+                outs[b] = outs[b][: bucket.x.numel()]
+        return means
+
+    def _enter_average(self) -> Collective:
+        means = yield from self._means()
+        buffers = []
+        if self.settings.buffers == "average":
+            buffers = yield from averaged_buffers(self.model, self.control)
+        with torch.no_grad():
+            for lane, outs in zip(self.lanes, means, strict=True):
+                for bucket, mean in zip(lane.buckets, outs, strict=True):
+                    _exchange_contents(bucket.x, mean)
+                for flat in lane.flats:
+                    flat.unpack()
+            kept = [(buffer, buffer.clone()) for buffer, _ in buffers]
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+        @torch.no_grad()
+        def restore() -> None:
+            for lane, outs in zip(self.lanes, means, strict=True):
+                for bucket, own in zip(lane.buckets, outs, strict=True):
+                    bucket.x.copy_(own)
+                for flat in lane.flats:
+                    flat.unpack()
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+        return restore
+
+    def _measure_distance(self) -> Collective:
+        means = yield from self._means()
+        squared = torch.zeros(1, dtype=torch.float64)
+        for lane, outs in zip(self.lanes, means, strict=True):
+            for bucket, mean in zip(lane.buckets, outs, strict=True):
+                squared += float(torch.linalg.vector_norm(bucket.x - mean, dtype=torch.float64)) ** 2
+        job = self.control.average(squared)
+        yield [job]
+        return (float(Control.read(job, squared)) * self._shards) ** 0.5
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        if state.get("version") != 1:
+            raise InputError(
+                f"this is not a state of Gossip.state_dict(): version {state.get('version')!r}, expected 1"
+            )
+        ours = (self.control.layout.n, self.lanes[0].schedule.topology.name, len(self.lanes))
+        theirs = (state["workers"], state["topology"], len(state["lanes"]))
+        if ours != theirs:
+            raise InputError(
+                f"the state was saved with {theirs[0]} workers, topology {theirs[1]!r} and {theirs[2]} optimizer(s), "
+                f"this run has {ours[0]}, {ours[1]!r} and {ours[2]}; resume with the same, or load only the model and "
+                "the optimizer"
+            )
+
+    def _load(self, state: dict[str, Any]) -> None:
+        for lane, saved in zip(self.lanes, state["lanes"], strict=True):
+            lane.load_state_dict(saved)
+
+    def _stop(self, drain: float) -> None:
+        if not self._open:
+            return
+        self._open = False
+        _handles.discard(self)
+        for lane in self.lanes:
+            lane.close(drain)
+            for flat in lane.flats:
+                flat.release()
+        self.control.channel.close(drain)
+        for undo in self._undo:
+            undo()
+        if self._writer is not None:
+            self._writer.close()
+        self.transport.close()
+
+
+def _exchange_contents(a: torch.Tensor, b: torch.Tensor, chunk: int = 2**18) -> None:
+    """Swap two tensors' values without a third of their size."""
+    for start in range(0, a.numel(), chunk):
+        part = a[start : start + chunk].clone()
+        a[start : start + chunk].copy_(b[start : start + chunk])
+        b[start : start + chunk].copy_(part)
+
+
+_handles: weakref.WeakSet[Gossip] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Where the user forgot close(): let neighbors have what is in flight, then go."""
+    for gossip in list(_handles):
+        gossip._stop(drain=10.0)

@@ -1,0 +1,80 @@
+"""The policy of one `decentralize` call, validated where it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gossamer.comm import wire_named
+from gossamer.errors import InputError
+
+ALGORITHMS = ("awc", "atc")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsensusGuard:
+    """Runs an exact average when the workers drift apart.
+
+    Every `every` rounds the consensus distance is sketched and averaged over all workers; `every // 2` rounds later,
+    when the sketch has long arrived everywhere, all workers read the same number, and if the distance relative to
+    the parameters' norm is above `max_ratio` they all make the next round an exact average.
+    """
+
+    max_ratio: float = 0.05
+    every: int = 16
+
+    def __post_init__(self) -> None:
+        if not self.max_ratio > 0:
+            raise InputError(f"ConsensusGuard: max_ratio must be positive, got {self.max_ratio}")
+        if not isinstance(self.every, int) or self.every < 2:
+            raise InputError(f"ConsensusGuard: every must be an integer of at least 2 rounds, got {self.every}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that all workers must agree on, besides the model and the topology."""
+
+    algorithm: str = "awc"
+    wire: str = "fp32"
+    every: int = 1
+    staleness: int = 0
+    average_every: int = 0
+    bucket_mb: float | None = None
+    buffers: str = "average"
+    timeout: float = 1800.0
+    stagger: bool = True
+    hierarchical: bool = True
+    in_flight: int = 4
+    guard: ConsensusGuard | None = None
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise InputError(f"unknown algorithm {self.algorithm!r}; choose one of {', '.join(ALGORITHMS)}")
+        wire_named(self.wire)
+        if self.buffers not in ("average", "local"):
+            raise InputError(f"buffers must be 'average' or 'local', got {self.buffers!r}")
+        self._whole("every", 1)
+        self._whole("staleness", 0)
+        self._whole("average_every", 0)
+        self._whole("in_flight", 1)
+        if self.bucket_mb is not None and not self.bucket_mb > 0:
+            raise InputError(f"bucket_mb must be positive, got {self.bucket_mb}; leave it out to have it chosen")
+        if not self.timeout > 0:
+            raise InputError(f"timeout must be a positive number of seconds, got {self.timeout}")
+        if self.algorithm == "atc" and self.staleness:
+            raise InputError(
+                f"algorithm 'atc' waits for every exchange, so staleness must be 0, got {self.staleness}; use 'awc'"
+            )
+        if self.average_every % self.every:
+            raise InputError(
+                f"average_every counts steps and must be a multiple of every={self.every}, got {self.average_every}"
+            )
+
+    def _whole(self, name: str, least: int) -> None:
+        value: Any = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise InputError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+Filter = Callable[[str, Any], bool]

@@ -1,0 +1,163 @@
+"""Virtual workers: n workers of one process on the in-process transport, deterministic, without threads.
+
+cluster = VirtualCluster(per_node=[4, 4])
+gossips = cluster.decentralize(models, optimizers, topology="aer")
+for step in range(steps):
+    for model, optimizer in zip(models, optimizers):
+        loss(model).backward(); optimizer.step(); optimizer.zero_grad()
+with cluster.averaged():
+    evaluate(models[0])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gossamer.comm import Counted, Hub
+from gossamer.engine.assemble import Prepared, assemble, prepare
+from gossamer.engine.decentralize import starting_values
+from gossamer.engine.gossip import Collective, Gossip
+from gossamer.engine.settings import Filter, Settings
+from gossamer.errors import InputError
+from gossamer.topology import Layout
+
+
+class VirtualCluster:
+    """n workers, `VirtualCluster(8)`, or `VirtualCluster(per_node=[4, 4])` with nodes."""
+
+    def __init__(self, n: int | None = None, *, per_node: Sequence[int] | None = None):
+        if (n is None) == (per_node is None):
+            raise InputError("pass either n or per_node=[...] to VirtualCluster, and not both")
+        self.layout = Layout.of(per_node) if per_node is not None else Layout.flat(n or 0)
+        self.hub = Hub(self.layout.n)
+        self.gossips: list[Gossip] = []
+        self._parked: set[int] = set()
+
+    def decentralize(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer | Sequence[Optimizer]],
+        *,
+        topology: Any = "aer",
+        parameters: Filter | None = None,
+        broadcast: bool = True,
+        **settings: Any,
+    ) -> list[Gossip]:
+        """`gossamer.decentralize` on every virtual worker; the same arguments, one handle each."""
+        if self.gossips:
+            raise InputError("this VirtualCluster is in use; close() it first")
+        if len(models) != self.layout.n or len(optimizers) != self.layout.n:
+            raise InputError(
+                f"{self.layout.n} virtual workers need as many models and optimizers, got {len(models)} and "
+                f"{len(optimizers)}"
+            )
+        policy = Settings(**settings)
+        workers = [
+            prepare(model, optimizer, topology, policy, parameters, self.layout, rank)
+            for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True))
+        ]
+        if broadcast:
+            self._broadcast(workers)
+        self.gossips = [assemble(w, self.hub.transport(w.rank), self._refuse, self._nudge, None) for w in workers]
+        return self.gossips
+
+    def park(self, rank: int) -> None:
+        """Worker `rank` has no more data: it takes part in its neighbors' rounds without steps of its own."""
+        self._parked.add(rank)
+
+    def catch_up(self) -> None:
+        """Bring every worker to the round of the furthest by mix-only rounds, as a collective call does."""
+        for index in range(len(self.gossips[0].lanes)):
+            lanes = [g.lanes[index] for g in self.gossips]
+            goal = max(lane.k for lane in lanes)
+            for k in range(min(lane.k for lane in lanes), goal):
+                behind = [lane for lane in lanes if lane.k == k]
+                for lane in behind:
+                    lane.finish()
+                    lane.apply()
+                for lane in behind:
+                    lane.launch()
+                    lane.meter.mix_only += 1
+        for gossip in self.gossips:
+            for lane in gossip.lanes:
+                lane.finish()
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """All workers hold the exact mean inside the block; yields worker 0's model."""
+        self.catch_up()
+        restores = self._run([g._enter_average() for g in self.gossips])
+        try:
+            yield self.gossips[0].model
+        finally:
+            for restore in restores:
+                restore()
+
+    def consensus_distance(self) -> float:
+        self.catch_up()
+        return float(self._run([g._measure_distance() for g in self.gossips])[0])
+
+    def state_dicts(self) -> list[dict[str, Any]]:
+        self.catch_up()
+        return [g._state() for g in self.gossips]
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        if len(states) != len(self.gossips):
+            raise InputError(f"{len(states)} states for {len(self.gossips)} virtual workers; pass one each")
+        for gossip, state in zip(self.gossips, states, strict=True):
+            gossip._check_state(state)
+        for gossip, state in zip(self.gossips, states, strict=True):
+            gossip._load(state)
+
+    def reset(self) -> None:
+        self.catch_up()
+        for gossip in self.gossips:
+            for lane in gossip.lanes:
+                lane.drop()
+
+    def close(self) -> None:
+        for gossip in self.gossips:
+            gossip._stop(drain=0.0)
+        self.gossips = []
+
+    def __enter__(self) -> VirtualCluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, collectives: list[Collective]) -> list[Any]:
+        """All workers' collectives in turn: each exchange is complete once everybody has launched it."""
+        results: list[Any] = [None] * len(collectives)
+        running = dict(enumerate(collectives))
+        while running:
+            for worker, steps in list(running.items()):
+                try:
+                    next(steps)
+                except StopIteration as stop:
+                    results[worker] = stop.value
+                    del running[worker]
+        return results
+
+    @torch.no_grad()
+    def _broadcast(self, workers: list[Prepared]) -> None:
+        first = starting_values(workers[0])
+        for worker in workers[1:]:
+            for mine, theirs in zip(starting_values(worker), first, strict=True):
+                mine.copy_(theirs)
+
+    def _refuse(self, lanes: Sequence[Counted], call: str) -> None:
+        raise InputError(f"{call} is collective, and virtual workers share one thread; call it on the VirtualCluster")
+
+    def _nudge(self, lane: int, k: int) -> None:
+        """A worker stands still: parked workers go on to its round."""
+        for rank in sorted(self._parked):
+            parked = self.gossips[rank].lanes[lane]
+            if parked.k < k:
+                parked.mix_only()
