@@ -177,12 +177,14 @@ def _update(
             maximize=False,
         )
 
-    mean = piece.grad_sums
     if count == 0:  # overwriting the sum here is cheaper than clearing it after the last gradient
-        torch._foreach_copy_(mean, grads)
+        torch._foreach_copy_(piece.grad_sums, grads)
+    elif count < length - 1:
+        torch._foreach_add_(piece.grad_sums, grads)
     else:
-        torch._foreach_add_(mean, grads)
-    if count == length - 1:
+        mean = exp_avgs  # done with, and in the cache: the last sum need not go out to memory
+        for out, grad_sum, grad in zip(mean, piece.grad_sums, grads, strict=True):
+            torch.add(grad_sum, grad, out=out)
         torch._foreach_mul_(mean, 1 / length)
         torch._foreach_lerp_(piece.exp_avgs, mean, 1 - hyper.beta1)
         torch._foreach_mul_(piece.exp_avg_sqs, hyper.beta2)
