@@ -42,9 +42,9 @@ def table(*columns: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        made.add_column(column, no_wrap=column is columns[0])
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for k, column in enumerate(columns):
+        made.add_column(column, no_wrap=k == 0)  # names stay whole
     return made
 
 
@@ -52,6 +52,6 @@ def print_rich(*what: Any) -> None:
     """Print tables and lines of text to standard output."""
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=False)
+    console = Console(highlight=False)
     for each in what:
-        console.print(each)
+        console.print(each, soft_wrap=isinstance(each, str))

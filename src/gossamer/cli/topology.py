@@ -24,6 +24,7 @@ MATRIX_LIMIT = 64  # workers; above, JSON leaves the matrices out
 LISTED_IN_JSON = 1 << 20  # workers times rounds
 LISTED_IN_TABLE = 16  # rounds
 LISTED_GROUPS = 16
+GREEK = {"χ1": "chi1", "χ2": "chi2", "η": "eta", "α̃": "alpha_tilde"}
 
 
 @app.command("list", epilog="Example: gossamer topology list --nodes 4 --per-node 4")
@@ -50,9 +51,7 @@ def list_(nodes: Nodes = None, per_node: PerNode = None, n: N = None, as_json: J
     for f in found:
         figures = ("period", "exact_after", "contraction", "rounds_to_1e-3", "bytes_intra", "bytes_inter")
         rows.add_row(f["name"], *(_number(f[key]) for key in figures))
-    print_rich(
-        f"{layout}: rounds, contraction a round, model sizes sent by a worker in a round inside and across nodes", rows
-    )
+    print_rich(f"{layout}; inside and across: model sizes a worker sends in a round", rows)
 
 
 @app.command(epilog="Example: gossamer topology show aer --nodes 4 --per-node 4 --json")
@@ -140,7 +139,7 @@ def _show(topology: Topology, figures: dict[str, Any]) -> None:
         ("  inside a node", _sent(megabytes, "intra")),
         ("  across nodes", _sent(megabytes, "inter")),
         ("  busiest node, a round", _sent(megabytes, "busiest_link")),
-        ("A2CiD2", ", ".join(f"{key} {_number(figures[key])}" for key in ("chi1", "chi2", "eta", "alpha_tilde"))),
+        ("A2CiD2", "  ".join(f"{sign} {_number(figures[key])}" for sign, key in GREEK.items())),
     ):
         rows.add_row(label, text)
     if figures["estimated"]:
