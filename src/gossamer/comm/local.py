@@ -66,7 +66,7 @@ class Hub:
                     self._advance(running)
                     moved = True
 
-    def lagging(self, rank: int, job: Job) -> list[int]:
+    def lagging(self, job: Job) -> list[int]:
         """Whom a job waits for: the senders of what it has not received."""
         for running in self._running:
             if running.job is job:
@@ -129,11 +129,14 @@ class LocalChannel(Channel):
         self._transport.hub.start(self._transport.rank, self._index, job)
 
     def wait(self, job: Job, timeout: float) -> bool:
-        if not job.done and timeout > 0:
-            late = self._transport.hub.lagging(self._transport.rank, job)
-            raise PeerError(
-                f"virtual worker {self._transport.rank} needs round {job.round} of worker(s) "
-                f"{', '.join(map(str, late))}, which have not stepped yet; step every worker once before any steps "
-                "again, or park() those that have no more data"
-            )
         return job.done
+
+    def stuck(self, job: Job) -> PeerError | None:
+        if job.done:
+            return None
+        late = self._transport.hub.lagging(job)
+        return PeerError(
+            f"virtual worker {self._transport.rank} needs round {job.round} of worker(s) "
+            f"{', '.join(map(str, late))}, which have not stepped yet; step every worker once before any steps "
+            "again, or park() those that have no more data"
+        )

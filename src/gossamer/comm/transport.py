@@ -69,6 +69,10 @@ class Channel(ABC):
     def wait(self, job: Job, timeout: float) -> bool:
         """Wait until the job is done, at most `timeout` seconds; whether it is."""
 
+    def stuck(self, job: Job) -> PeerError | None:
+        """Why waiting longer cannot help, where that can be known (all workers share one thread)."""
+        return None
+
     def close(self, drain: float) -> None:  # noqa: B027 - most have nothing to close
         """Finish what is under way within `drain` seconds and free threads."""
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from gossamer.comm import Counted, Job, Plain, Transport
+from gossamer.comm import Counted, Job, Plain, Transport, clock
 from gossamer.engine.buffers import averaged_buffers
 from gossamer.engine.control import Control
 from gossamer.engine.lane import Lane
@@ -48,6 +48,8 @@ class Gossip:
         for lane in lanes:
             lane.owner = self  # as long as the optimizer lives, whose hooks hold the lane
         _handles.add(self)
+        if writer is not None:
+            self._watch_forward()
 
     # -- collective calls --------------------------------------------------------------------------------------
 
@@ -220,6 +222,21 @@ class Gossip:
         job = self.control.average(squared)
         yield [job]
         return (float(Control.read(job, squared)) * self._shards) ** 0.5
+
+    def _watch_forward(self) -> None:
+        """Tell forward from backward in the trace."""
+        began: list[float] = []
+
+        def before(*_: Any) -> None:
+            began.append(clock())
+
+        def after(*_: Any) -> None:
+            since = began.pop()
+            if torch.is_grad_enabled() and self.model.training:
+                self.lanes[0].forwarded(since)
+
+        self.on_stop(self.model.register_forward_pre_hook(before).remove)
+        self.on_stop(self.model.register_forward_hook(after).remove)
 
     def _check_state(self, state: dict[str, Any]) -> None:
         if state.get("version") != 1:

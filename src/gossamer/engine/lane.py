@@ -67,7 +67,8 @@ class Lane:
         self._group_sizes = [len(g["params"]) for g in optimizer.param_groups]
         self._outer: FrameType | None = None  # the step() call under way
         self._ready = False  # the parameters are mixed, step() may go on
-        self._mark = clock()
+        self._mark = clock()  # since when the training thread does what it does now
+        self._forwarded = False  # that is the backward pass: a forward pass was seen
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -109,13 +110,20 @@ class Lane:
             self.launch()
         self._mark = clock()
 
+    def forwarded(self, since: float) -> None:
+        """The model's forward pass ran from `since` until now (only told when there is a trace to write)."""
+        now = clock()
+        self.meter.span("forward", since, now, step=self.meter.steps)
+        self._mark, self._forwarded = now, True
+
     # -- the three moves ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def mix(self) -> None:
         """Wait for the round in flight and apply it (or, with staleness, step once more without it)."""
         now = clock()
-        self.meter.span("compute", self._mark, now, step=self.meter.steps)
+        self.meter.span("backward" if self._forwarded else "compute", self._mark, now, step=self.meter.steps)
+        self._forwarded = False
         self._check()
         self._ready = True
         if self.jobs is not None:
@@ -259,6 +267,8 @@ class Lane:
     def drop(self) -> None:
         """Forget the round in flight (after it arrived)."""
         self.finish()
+        for job in self.jobs or ():
+            self.meter.exchanged(job)
         self.jobs, self.skips = None, 0
 
     def close(self, drain: float) -> None:
@@ -277,6 +287,9 @@ class Lane:
             while not self.channel.wait(job, NUDGE_AFTER):
                 waited = clock() - since
                 self._nudge(self.index, self.k)
+                stuck = self.channel.stuck(job)
+                if stuck is not None:
+                    raise stuck
                 whom = "its own queue" if job.blocked_on is None else f"worker {job.blocked_on}"
                 if waited > WARN_AFTER and not warned:
                     warned = True

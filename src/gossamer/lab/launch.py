@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import pickle
 import signal
@@ -34,6 +35,7 @@ from gossamer.errors import GossamerError, InputError
 from gossamer.lab.cpu import CpuMeter, RunStats
 from gossamer.lab.forkserver import MAX_WORKERS, GangSpec, WorkerSpec
 
+START_SECONDS = 120.0  # importing torch on a loaded machine takes its time
 TAIL = 4000  # characters of a worker's output shown with a failure
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -48,6 +50,15 @@ class WorkerFailed(GossamerError):
 
 class WorkerTimeout(WorkerFailed):
     """Workers did not return in time; the message shows where each of them was."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    at: float  # time.monotonic(), one clock for all processes
+    rank: int
+    summary: str
+    details: str = ""
+    cause: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,7 @@ class WorkerPool:
         try:
             if self._gang is None:
                 self._start(fn)
+                self._call(_pickle_call(_ready, (), {}), _ready, START_SECONDS)
                 if self.setup is not None:
                     self._call(_pickle_call(self.setup, (), {}), self.setup, limit)
             return self._call(call, fn, limit)
@@ -127,7 +139,7 @@ class WorkerPool:
         """Let idle workers leave by themselves, then make sure that none is left."""
         for channel in self._channels:
             channel.close()
-        if self._gang is not None:
+        if self.pids:
             self._await_exits(1.0)
         self.kill()
 
@@ -136,7 +148,8 @@ class WorkerPool:
         if self._gang is not None:
             with contextlib.suppress(OSError):
                 self._gang.send(signal.SIGKILL)
-                self._await_exits(10.0)
+                if self.pids:  # else the server is still importing; it will see the closed connection
+                    self._await_exits(10.0)
             self._gang.close()
         for channel in self._channels:
             channel.close()
@@ -171,12 +184,14 @@ class WorkerPool:
             for _, child in pairs:
                 child.close()
         try:
-            if not self._gang.poll(120.0):
-                raise WorkerFailed("the lab's fork server did not start workers within 120 s; is the machine stuck?")
+            if not self._gang.poll(START_SECONDS):
+                raise EOFError
             _, self.pids = self._gang.recv()
         except (EOFError, OSError):
             self.kill()
-            raise WorkerFailed("the lab's fork server died while starting workers; see its output above") from None
+            raise WorkerFailed(
+                f"the lab's fork server died or did not answer within {START_SECONDS:g} s; see its output above"
+            ) from None
 
     def _specs(self) -> list[WorkerSpec]:
         specs: list[WorkerSpec] = []
@@ -209,11 +224,13 @@ class WorkerPool:
         self._show_output()
         missing = [r for r in range(self.n) if r not in answers]
         if failures:
-            _, rank, text, cause = min(failures, key=lambda failure: failure[0])
-            message = f"worker {rank} of {self.n} failed in {name}: {text}{self._tail(rank)}"
+            first, *others = sorted(failures, key=lambda failure: failure.at)
+            also = "".join(f"\n  then worker {f.rank}: {f.summary}" for f in others[:4])
+            what = f"worker {first.rank} of {self.n} failed in {name}: {first.summary}"
+            message = f"{what}{first.details}{self._tail(first.rank)}{also}"
             if missing:
                 self.kill()
-            raise WorkerFailed(message, rank) from cause
+            raise WorkerFailed(message, first.rank) from first.cause
         if missing:
             stacks = self._stacks(missing)
             self.kill()
@@ -226,23 +243,18 @@ class WorkerPool:
         self.stats = RunStats(time.monotonic() - begin, meter.use, cpu)
         return [answers[r][0] for r in range(self.n)]
 
-    def _collect(
-        self, deadline: float
-    ) -> tuple[dict[int, tuple[Any, float]], list[tuple[float, int, str, Exception | None]]]:
+    def _collect(self, deadline: float) -> tuple[dict[int, tuple[Any, float]], list[_Failure]]:
         """Wait for every worker's answer, until the deadline, or `grace` seconds after the first failure.
 
         A worker that raised has answered and lives on: it is in both results. One that died is a failure only.
         """
-        assert self._gang is not None
         answers: dict[int, tuple[Any, float]] = {}
-        failures: list[tuple[float, int, str, Exception | None]] = []
+        failures: list[_Failure] = []
         ranks = {channel: rank for rank, channel in enumerate(self._channels)}
         dead: set[int] = set()
-        earlier = False
         while len(answers) < self.n and not dead and time.monotonic() < deadline:
             pending = [c for c in self._channels if ranks[c] not in answers]
             patience = max(0.0, deadline - time.monotonic())
-            earlier = bool(failures)
             for ready in wait(pending, min(patience, 0.2) if self.verbose else patience):
                 rank = ranks[ready]  # type: ignore[index]
                 try:
@@ -253,22 +265,26 @@ class WorkerPool:
                 if kind == "ok":
                     answers[rank] = (rest[0], rest[1])
                 else:
-                    raised_at, text, cause = rest
+                    at, text, cause = rest
                     summary = text.strip().rsplit("\n", 1)[-1]
-                    failures.append((raised_at, rank, f"{summary}\n{_indent(text)}", cause))
+                    failures.append(_Failure(at, rank, summary, f"\n{_indent(text)}", cause))
                     answers[rank] = (None, 0.0)
                     deadline = min(deadline, time.monotonic() + self.grace)
             self._show_output()
-        if dead:  # errors that arrived together with a death are its consequence: put it before them
-            at = time.monotonic() if earlier else 0.0
-            failures += [(at, rank, how, None) for rank, how in self._obituaries(dead)]
+        if dead:
+            failures += self._obituaries(dead)
         return answers, failures
 
-    def _obituaries(self, dead: set[int]) -> list[tuple[int, str]]:
+    def _obituaries(self, dead: set[int]) -> list[_Failure]:
         """How the dead ended, in the order in which the server saw them go."""
+        now = time.monotonic()
         self._await_exits(2.0, dead)
-        known = [(rank, _describe_exit(code)) for rank, code in self._exits.items() if rank in dead]
-        return known or [(rank, "it is gone, and the fork server with it") for rank in sorted(dead)]
+        found = []
+        for rank, code in self._exits.items():
+            if rank in dead:
+                # Who is killed tells nobody; the others' connection errors may be here before we notice.
+                found.append(_Failure(now - 1.0 if code < 0 else now, rank, _describe_exit(code)))
+        return found or [_Failure(now, rank, "it is gone, and the fork server with it") for rank in sorted(dead)]
 
     def _await_exits(self, seconds: float, ranks: set[int] | None = None) -> None:
         """Note exit codes as the server reports them, until those of `ranks` (default: all) are known."""
@@ -328,6 +344,10 @@ def run_workers(
         return pool.run(fn, *args, **kwargs)
 
 
+def _ready(rank: int) -> None:
+    """A worker that can return from this is up: time limits count from here."""
+
+
 def check_per_node(n: int | None, per_node: Sequence[int] | None) -> tuple[int, ...]:
     """The workers on each node, from either way of saying it."""
     counts = tuple(per_node) if per_node is not None else (n,)
@@ -367,7 +387,7 @@ def _describe_exit(code: int) -> str:
     return f"exited with code {code} before it returned"
 
 
-_ports = iter(range(29500, 1 << 16))
+_ports = itertools.cycle(range(29500, 32768))  # below those that the kernel hands out
 
 
 @contextlib.contextmanager
@@ -417,8 +437,11 @@ class _Server:
     def stop(self) -> None:
         if self.owner == os.getpid():
             self.control.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(5)
+            try:
+                self.process.wait(2)
+            except subprocess.TimeoutExpired:  # still importing torch; workers, if any, die with it
+                self.process.kill()
+                self.process.wait()
 
 
 _current: _Server | None = None

@@ -53,12 +53,15 @@ class Piece:
         self.numel += param.numel()
 
 
+Scratches = dict[tuple[torch.device, torch.dtype, torch.Size | None], Tensor]
+
+
 def accumulate_step(slots: list[tuple[list[Tensor], Tensor]], count: int, length: int, hyper: Hyper) -> None:
     """Step every slot ([x, g, m̂, v̂, b], t̂ − 1), whose b holds the sum of `count` of `length` gradients.
 
     The step counters are left as they are: the caller advances them after the last gradient.
     """
-    scratches: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+    scratches: Scratches = {}
     for piece in _pieces(slots):
         _update(piece, *_scratch_moments(piece, scratches), count, length, hyper)
 
@@ -108,9 +111,7 @@ def _in_memory_order(tensors: list[Tensor]) -> list[Tensor] | None:
     return views if all(t.is_contiguous() for t in views) else None
 
 
-def _scratch_moments(
-    piece: Piece, scratches: dict[tuple[torch.device, torch.dtype], Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
+def _scratch_moments(piece: Piece, scratches: Scratches) -> tuple[list[Tensor], list[Tensor]]:
     """Copies of m̂ and v̂ that this step may overwrite.
 
     A large tensor's go to one buffer for the whole step: fresh memory would cost page faults, and leave the
@@ -120,11 +121,14 @@ def _scratch_moments(
         moments = torch._foreach_mul(piece.exp_avgs, 1), torch._foreach_mul(piece.exp_avg_sqs, 1)
         return list(moments[0]), list(moments[1])
     param = piece.params[0]
-    key = (param.device, param.dtype)
-    scratch = scratches.get(key)
-    if scratch is None or scratch.shape[1] < piece.numel:
-        scratch = scratches[key] = param.new_empty(2, piece.numel)
-    exp_avg, exp_avg_sq = (row[: piece.numel].view(param.shape) for row in scratch.unbind())
+    shape = param.shape
+    both = scratches.get((param.device, param.dtype, shape))
+    if both is None:  # a view costs as much as the copy of a small tensor, so keep one for each shape
+        buffer = scratches.get((param.device, param.dtype, None))
+        if buffer is None or buffer.numel() < 2 * piece.numel:
+            buffer = scratches[param.device, param.dtype, None] = param.new_empty(2 * piece.numel)
+        both = scratches[param.device, param.dtype, shape] = buffer[: 2 * piece.numel].view(2, *shape)
+    exp_avg, exp_avg_sq = both.unbind()
     return [exp_avg.copy_(piece.exp_avgs[0])], [exp_avg_sq.copy_(piece.exp_avg_sqs[0])]
 
 
@@ -187,5 +191,5 @@ def _update(
             torch.add(grad_sum, grad, out=out)
         torch._foreach_mul_(mean, 1 / length)
         torch._foreach_lerp_(piece.exp_avgs, mean, 1 - hyper.beta1)
-        torch._foreach_mul_(piece.exp_avg_sqs, hyper.beta2)
-        torch._foreach_addcmul_(piece.exp_avg_sqs, mean, mean, 1 - hyper.beta2)
+        torch._foreach_mul_(mean, mean)
+        torch._foreach_lerp_(piece.exp_avg_sqs, mean, 1 - hyper.beta2)

@@ -1,15 +1,18 @@
 """Topologies: who averages with whom in every round. Pure: no torch, no process group."""
 
 from gossamer.topology import families, finite_time  # registers the named topologies, in the order of the list
+from gossamer.topology.analysis import Analysis, analyze
 from gossamer.topology.core import Layout, Round, Topology
 from gossamer.topology.custom import from_graph, from_matrix
 from gossamer.topology.jsonfile import from_dict, from_json, resolve, to_dict, to_json
 from gossamer.topology.registry import build, entries, register
 
 __all__ = [
+    "Analysis",
     "Layout",
     "Round",
     "Topology",
+    "analyze",
     "build",
     "entries",
     "families",

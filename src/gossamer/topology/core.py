@@ -221,7 +221,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         # A round of n workers takes some 50 n bytes, so a long period of a large n is not kept whole.
-        object.__setattr__(self, "_cached", lru_cache(maxsize=max(64, (1 << 20) // self.n))(self.make))
+        object.__setattr__(self, "_cached", lru_cache(maxsize=max(64, (1 << 21) // self.n))(self.make))
 
     @property
     def n(self) -> int:
@@ -242,7 +242,7 @@ class Topology:
         return self.round(k).matrix()
 
     def union_edges(self) -> np.ndarray:
-        """Every pair i < j that exchanges in some round of the period, one row each, sorted."""
+        """Every pair i < j that exchanges in some round of the period, a row each (twice: a double edge)."""
         if self.edges is not None:
             return self.edges()
         found = np.empty(0, dtype=np.int64)

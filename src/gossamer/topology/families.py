@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import networkx as nx
@@ -26,10 +27,10 @@ def metropolis(graph: nx.Graph[int]) -> Round:
     return Round.weighted(graph.number_of_nodes(), [*edges, *((j, i, w) for i, j, w in edges)])
 
 
-def _static(name: str, layout: Layout, edges: Iterable[tuple[int, int]]) -> Topology:
+def _static(name: str, layout: Layout, edges: Iterable[Sequence[int]]) -> Topology:
     graph: nx.Graph[int] = nx.Graph()
     graph.add_nodes_from(range(layout.n))
-    graph.add_edges_from(edges)
+    graph.add_edges_from((i, j) for i, j in edges)
     return Topology.of_rounds(name, layout, [metropolis(graph)])
 
 
@@ -110,10 +111,14 @@ def hypercube(layout: Layout) -> Topology:
 def exponential(layout: Layout) -> Topology:
     """Every worker exchanges with those at distance 2^b on the ring, in both directions, every round.
 
-    Any n: the distances are the powers of two below n, taken modulo n.
+    Any n: the distances are the powers of two below n, taken modulo n. A worker reached in both directions (the
+    opposite one, n a power of two) is one neighbor in W, but listed twice in `union_edges`: an asynchronous worker
+    picks a direction and a distance, so it meets that peer twice as often.
     """
     n = layout.n
-    return _static("exponential", layout, ((j, (j + d) % n) for d in _doublings(n) for j in range(n)))
+    pairs = [(j, (j + d) % n) for d in _doublings(n) for j in range(n)]
+    both_directions = np.sort(np.array(pairs, dtype=np.int64).reshape(-1, 2), axis=1)
+    return replace(_static("exponential", layout, both_directions.tolist()), edges=lambda: both_directions)
 
 
 @lru_cache(maxsize=64)

@@ -104,8 +104,8 @@ def read_chrome(path: str | Path) -> Trace:
     missing = sorted(set(range(len(node))) - set(node_of))
     if missing:
         raise InputError(
-            f"{path} has no span of worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))} of {len(node)}; "
-            "merge the files of all workers"
+            f"{path} has no span of worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))} "
+            f"of {len(node)}; merge the files of all workers"
         )
     spans.sort(key=lambda s: (s.start, s.worker))
     return Trace(tuple(spans), node, str(ours.get("label") or path.stem))

@@ -88,8 +88,10 @@ class TraceWriter:
 
     def record(self, category: str, start: float, end: float, **attrs: Any) -> None:
         """Keep one span; `start` and `end` come from `now()`."""
-        self._pending.append((category, start, end, attrs))
-        if len(self._pending) >= self._flush_every:
+        with self._lock:
+            self._pending.append((category, start, end, attrs))
+            full = len(self._pending) >= self._flush_every
+        if full:
             self.flush()
 
     def flush(self) -> None:
@@ -172,7 +174,8 @@ def merge(directory: str | Path) -> Trace:
     for (header, _), path in zip(read_files, paths, strict=True):
         if header.node != node:
             raise InputError(
-                f"{path} was recorded with {len(header.node)} workers, {paths[0]} with {len(node)}; merge one run at a time"
+                f"{path} has {len(header.node)} workers, {paths[0]} has {len(node)}, or they lie on other nodes; "
+                "merge one run at a time"
             )
         if header.worker in found:
             raise InputError(
