@@ -9,6 +9,8 @@ from gossamer.cli.program import main
 
 COMMANDS = (
     "topology",
+    "simulate",
+    "trace",
     "doctor",
 )
 

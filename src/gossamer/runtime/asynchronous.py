@@ -21,8 +21,6 @@ from gossamer.runtime.simulator import Result
 from gossamer.topology import Round, Topology
 from gossamer.trace import Span
 
-MAX_ROUNDS = 256  # enough of a long schedule to know its edges
-
 
 def simulate_async(
     topology: Topology, costs: Costs, compute: Floats, *, rate: float = 1.0, seed: int = 0, trace_steps: int = 0
@@ -111,12 +109,7 @@ def _exchanges(
 
 def _edges(topology: Topology, costs: Costs) -> tuple[list[list[int]], dict[tuple[int, int], tuple[float, float]]]:
     """The union graph of the topology's rounds; for each edge the seconds on shared links, and the other seconds."""
-    edges: set[tuple[int, int]] = set()
-    for r in topology.rounds[: min(topology.period, MAX_ROUNDS)]:
-        if r.weights is not None:
-            edges |= {(min(i, j), max(i, j)) for i, j, _ in r.weights}
-        else:
-            edges |= {(g[a], g[b]) for g in r.groups for a in range(len(g)) for b in range(a + 1, len(g))}
+    edges = {(int(i), int(j)) for i, j in topology.union_edges()}
     neighbors: list[list[int]] = [[] for _ in range(topology.n)]
     seconds = {}
     known: dict[tuple[int, int], tuple[float, float]] = {}

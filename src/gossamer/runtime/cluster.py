@@ -7,6 +7,7 @@ inter-node link is a node's network interface, shared by all exchanges of all it
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -116,14 +117,22 @@ class Compute(Part):
 
 
 class Model(Part):
-    """`mb`: the fp32 parameters in 10^6 bytes; `buckets`: how many exchanges they are cut into."""
+    """`mb`: the fp32 parameters in 10^6 bytes; `buckets`: exchanges they are cut into (none: as the engine)."""
 
     mb: Positive
-    buckets: Annotated[int, Field(ge=1)] = 4
+    buckets: Annotated[int, Field(ge=1)] | None = None
 
     @property
     def bytes(self) -> float:
         return self.mb * 1e6
+
+    def buckets_for(self, period: int) -> int:
+        """The engine's choice: a multiple of the period, at least four, none above 25 MiB or below 64 KiB."""
+        if self.buckets is not None:
+            return self.buckets
+        base = period * -(-4 // period) if period <= 8 else 4
+        count = base * max(1, math.ceil(self.bytes / (base * 25 * MiB)))
+        return int(min(count, max(1, self.bytes // 2**16)))
 
 
 class Ddp(Part):

@@ -215,8 +215,9 @@ class ClusterCosts:
                 rows.append((node[w], w, size / fastest, least))
         if not rows:
             return NO_JOBS
-        nodes_, workers, work, least = zip(*rows, strict=True)
-        return Jobs(np.array(nodes_), np.array(workers), np.array(work), np.array(least))
+        table = np.array(rows)
+        at = table[:, :2].astype(np.int64)
+        return Jobs(at[:, 0], at[:, 1], table[:, 2], table[:, 3])
 
     def _bandwidth(self, node: int, group: set[int]) -> tuple[float, float]:
         """Bytes a second of the slowest pair this node uses in the group, and of its interface."""

@@ -49,10 +49,13 @@ def default_policy(setting: Setting, method: Method | None = None) -> Policy:
     """Abstract: the paper's. On a cluster: the engine's, or what the peer package does."""
     if isinstance(setting, Abstract):
         return PAPER
-    if method is not None and method.package == "decent-dp":
+    if method is None or method.topology is None:
+        return Policy(setting.model.buckets_for(1))
+    if method.package == "decent-dp":
         # torch's all-reduce in each group, one after another, all buckets by the same round
-        return Policy(setting.model.buckets, stagger=False, hierarchical=False, in_flight=1)
-    return Policy(setting.model.buckets)
+        buckets = setting.model.buckets or math.ceil(setting.model.bytes / (25 * MiB))
+        return Policy(buckets, stagger=False, hierarchical=False, in_flight=1)
+    return Policy(setting.model.buckets_for(build(method.topology, setting.layout).period))
 
 
 def ddp_shares(setting: Setting, buckets: int = 1) -> Floats:

@@ -1,0 +1,277 @@
+"""`gossamer simulate`: predicted step times, timelines and scaling curves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gossamer.cli.options import Json, N, Nodes, PerNode, command_app, layout_from
+from gossamer.cli.output import print_json, print_rich, table
+from gossamer.errors import InputError
+
+if TYPE_CHECKING:
+    from gossamer.runtime.methods import Method
+    from gossamer.runtime.predict import Setting
+    from gossamer.runtime.simulator import Policy, Result
+    from gossamer.topology import Layout
+
+app = command_app()
+
+EXAMPLE = (
+    "Examples: gossamer simulate --nodes 4 --per-node 4 --method dadam:aer --gamma 3 --omega 0.5 --sigma 0.2 | "
+    "gossamer simulate --cluster a40 --methods ddp,dadam:exp,dadam:aer --html timeline.html"
+)
+
+
+def _file(flag: str, what: str) -> Any:
+    return typer.Option(flag, metavar="FILE", help=what)
+
+
+@app.command(epilog=EXAMPLE)
+def simulate(
+    nodes: Nodes = None,
+    per_node: PerNode = None,
+    n: N = None,
+    method: Annotated[str | None, typer.Option(metavar="METHOD", help="NAME[:TOPOLOGY[:WIRE]].")] = None,
+    methods: Annotated[str | None, typer.Option(metavar="LIST", help="Several methods, separated by commas.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="A preset (a40, a100, t4) or a .toml or .json file.")
+    ] = None,
+    gamma: Annotated[
+        float | None, typer.Option(help="Without a cluster: all-reduce time over the mean compute time.")
+    ] = None,
+    omega: Annotated[float, typer.Option(help="Time of a gossip exchange across nodes over all-reduce.")] = 1.0,
+    sigma: Annotated[float | None, typer.Option(help="Gaussian jitter of the compute time, over its mean.")] = None,
+    jitter: Annotated[str | None, typer.Option(metavar="TEXT", help="Any jitter, e.g. lognormal:0.3.")] = None,
+    model_mb: Annotated[float | None, typer.Option(metavar="S", help="Parameters in MB (1e6 bytes).")] = None,
+    steps: Annotated[int, typer.Option(help="Steps to simulate.")] = 400,
+    seed: Annotated[int, typer.Option(help="Seed of the compute times.")] = 0,
+    buckets: Annotated[int | None, typer.Option(help="Buckets a step.")] = None,
+    stagger: Annotated[bool | None, typer.Option(help="Let bucket b follow the schedule at phase k+b.")] = None,
+    hierarchical: Annotated[bool | None, typer.Option(help="Cross the slow links once a node.")] = None,
+    in_flight: Annotated[int | None, typer.Option(help="Buckets exchanged at once.")] = None,
+    staleness: Annotated[int, typer.Option(help="Steps that may go on without their exchange.")] = 0,
+    every: Annotated[int, typer.Option(help="Mix every so many steps.")] = 1,
+    atc: Annotated[bool, typer.Option("--atc", help="Adapt, then combine: no overlap.")] = False,
+    rate: Annotated[float, typer.Option(help="Asynchronous methods: exchanges a worker and mean compute time.")] = 1.0,
+    scaling: Annotated[str | None, typer.Option(metavar="LIST", help="Also for these numbers of nodes: 2,4,8.")] = None,
+    trace: Annotated[Path | None, _file("--trace", "Write one method's timeline for Perfetto.")] = None,
+    trace_steps: Annotated[int, typer.Option(help="Steps in timelines.")] = 8,
+    html: Annotated[Path | None, _file("--html", "Write the timelines as a web page.")] = None,
+    plot: Annotated[Path | None, _file("--plot", "Draw the timelines, or the scaling curve (.svg, .png).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict step times: on a described cluster, or from γ, ω and σ in units of the mean compute time."""
+    from gossamer.runtime.methods import parse_list
+
+    if method and methods:
+        raise InputError("--method and --methods exclude each other; put all methods into --methods")
+    chosen = parse_list(methods or method or "dadam:aer")
+    if not chosen:
+        raise InputError(f"--methods {methods!r} names no method; write for example ddp,dadam:aer")
+    if trace is not None and len(chosen) > 1:
+        raise InputError("--trace writes one method's timeline; pass one --method, or use --html for several")
+    setting = _setting(cluster, nodes, per_node, n, gamma, omega, sigma, jitter, model_mb)
+    asked: dict[str, Any] = {"staleness": staleness, "every": every, "combine": "atc" if atc else "awc"}
+    named = {"buckets": buckets, "stagger": stagger, "hierarchical": hierarchical, "in_flight": in_flight}
+    asked |= {k: v for k, v in named.items() if v is not None}
+    spans = trace_steps if trace or html or (plot and not scaling) else 0
+
+    def run(method: Method, setting: Setting, spans: int = 0) -> Result:
+        from gossamer.runtime.predict import default_policy, predict
+
+        policy = _policy(default_policy(setting, method), asked)
+        return predict(method, setting, steps=steps, seed=seed, policy=policy, rate=rate, trace_steps=spans)
+
+    results = {m: run(m, setting, spans) for m in chosen}
+    from gossamer.runtime.methods import parse
+
+    ddp = next((r for m, r in results.items() if str(m) == "ddp"), None) or run(parse("ddp"), setting)
+    rows = [_row(m, r, ddp) for m, r in results.items()]
+    curve = _scaling(scaling, setting, chosen, run) if scaling else []
+    _write(results, setting, trace, html, plot, curve)
+    if as_json:
+        single = rows[0] if len(rows) == 1 else {}
+        listed = {"methods": rows} if len(rows) > 1 else {}
+        extra = {"scaling": curve} if curve else {}
+        print_json(
+            {**_describe(setting), "steps": steps, "seed": seed, "ddp_step_time": ddp.step_time}
+            | single
+            | listed
+            | extra
+        )
+        return
+    _print(setting, rows, curve)
+
+
+def _policy(default: Policy, asked: dict[str, Any]) -> Policy:
+    return replace(default, **asked)
+
+
+def _setting(
+    cluster: str | None,
+    nodes: str | None,
+    per_node: str | None,
+    n: str | None,
+    gamma: float | None,
+    omega: float,
+    sigma: float | None,
+    jitter: str | None,
+    model_mb: float | None,
+) -> Setting:
+    from gossamer.runtime.cluster import load
+    from gossamer.runtime.compute import parse_jitter
+    from gossamer.runtime.predict import Abstract
+
+    if sigma is not None and jitter is not None:
+        raise InputError(f"--sigma {sigma} is short for --jitter gaussian:{sigma}; pass one of them")
+    text = jitter if jitter is not None else f"gaussian:{sigma}" if sigma is not None else None
+    if text is not None:
+        parse_jitter(text)
+    placed = nodes is not None or per_node is not None or n is not None
+    if cluster is None:
+        if gamma is None:
+            raise InputError("what to simulate is missing; pass --cluster a40 (or a file), or --gamma with --omega")
+        if model_mb is not None:
+            raise InputError("--model-mb needs --cluster; with --gamma the model's size is part of gamma")
+        return Abstract(layout_from(nodes, per_node, n), gamma, omega, text or "none")
+    if gamma is not None:
+        raise InputError("--gamma and --cluster exclude each other; a cluster's gamma follows from its links")
+    described = load(cluster)
+    if placed:
+        described = described.resized(_layout_on(described.layout, nodes, per_node, n))
+    if text is not None:
+        described = described.changed(compute={"jitter": text, "samples": None})
+    if model_mb is not None:
+        if not model_mb > 0:
+            raise InputError(f"--model-mb must be a positive number of megabytes, got {model_mb}")
+        described = described.changed(model={"mb": model_mb})
+    return described
+
+
+def _layout_on(own: Layout, nodes: str | None, per_node: str | None, n: str | None) -> Layout:
+    """What the options say, the cluster's own numbers where they say nothing."""
+    if n is None and per_node is None and len(set(own.per_node)) == 1:
+        per_node = str(own.per_node[0])
+    if n is None and nodes is None and per_node is not None and "," not in per_node:
+        nodes = str(own.nodes)
+    return layout_from(nodes, per_node, n)
+
+
+def _row(method: Method, result: Result, ddp: Result) -> dict[str, Any]:
+    return {
+        "method": str(method),
+        "step_time": result.step_time,
+        "saving": 1 - result.step_time / ddp.step_time,
+        "compute_time": result.compute_time,
+        "waiting": result.waiting,
+        "exchanges_per_step": result.exchange_rate,
+        **result.percentiles(),
+    }
+
+
+def _describe(setting: Setting) -> dict[str, Any]:
+    from gossamer.runtime.cluster import Cluster
+    from gossamer.runtime.predict import derived
+
+    layout = setting.layout
+    base = {"workers": layout.n, "nodes": layout.nodes, "per_node": list(layout.per_node)}
+    if isinstance(setting, Cluster):
+        return {"unit": "s", "cluster": setting.name, **base, **derived(setting)}
+    return {
+        "unit": "mean compute time",
+        **base,
+        "gamma": setting.gamma,
+        "omega": setting.omega,
+        "jitter": setting.jitter,
+    }
+
+
+def _scaling(text: str, setting: Setting, chosen: tuple[Method, ...], run: Any) -> list[dict[str, Any]]:
+    from gossamer.runtime.methods import parse
+    from gossamer.topology import Layout
+
+    try:
+        counts = [int(c) for c in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise InputError(f"--scaling must list positive numbers of nodes, got {text!r}; write for example 2,4,8")
+    local = setting.layout.per_node
+    if len(set(local)) > 1:
+        raise InputError(f"--scaling needs equal nodes, got {list(local)}; pass --per-node with one number")
+    rows = []
+    for m in counts:
+        resized = setting.resized(Layout.of([local[0]] * m))
+        ddp = run(parse("ddp"), resized)
+        for method in chosen:
+            result = ddp if str(method) == "ddp" else run(method, resized)
+            row = _row(method, result, ddp)
+            rows.append({"nodes": m, "workers": m * local[0], **{k: row[k] for k in ("method", "step_time", "saving")}})
+    return rows
+
+
+def _write(
+    results: dict[Method, Result],
+    setting: Setting,
+    trace: Path | None,
+    html: Path | None,
+    plot: Path | None,
+    curve: list[dict[str, Any]],
+) -> None:
+    from gossamer.runtime.predict import predicted_trace
+    from gossamer.trace import write_chrome
+
+    traces = [predicted_trace(m, setting, r) for m, r in results.items()]
+    if trace is not None:
+        write_chrome(traces[0], trace)
+    if html is not None:
+        from gossamer.report.timeline import draw
+
+        draw(traces, html)
+    if plot is not None:
+        from gossamer.report.timeline import draw, draw_scaling
+
+        if curve:
+            lines: dict[str, list[tuple[int, float]]] = {}
+            for row in curve:
+                lines.setdefault(row["method"], []).append((row["workers"], row["step_time"]))
+            draw_scaling(lines, plot, unit=_describe(setting)["unit"])
+        else:
+            draw(traces, plot)
+
+
+def _print(setting: Setting, rows: list[dict[str, Any]], curve: list[dict[str, Any]]) -> None:
+    from rich.markup import escape
+
+    facts = _describe(setting)
+    seconds = facts["unit"] == "s"
+
+    def time(value: float) -> str:
+        return f"{value * 1e3:.1f} ms" if seconds else f"{value:.3f}"
+
+    head = f"{setting.layout}; " + ("" if seconds else "times in units of the mean compute; ")
+    head += f"γ {facts['gamma']:.3g}, ω {facts['omega']:.3g}"
+    head += (
+        f", σ² {facts['sigma2']:.3g}, compute {time(facts['compute_seconds'])}" if seconds else f", {facts['jitter']}"
+    )
+    made = table("method", "step time", "saving", "waiting", "median", "95 %", "99 %")
+    for r in rows:
+        times = [time(r[k]) for k in ("p50", "p95", "p99")]
+        made.add_row(escape(r["method"]), time(r["step_time"]), f"{r['saving']:.1%}", f"{r['waiting']:.1%}", *times)
+    print_rich(escape(head), made)
+    if curve:
+        grown = table("nodes", "workers", "method", "step time", "saving")
+        for r in curve:
+            cells = (
+                str(r["nodes"]),
+                str(r["workers"]),
+                escape(r["method"]),
+                time(r["step_time"]),
+                f"{r['saving']:.1%}",
+            )
+            grown.add_row(*cells)
+        print_rich(grown)
