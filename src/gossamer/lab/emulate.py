@@ -1,0 +1,141 @@
+"""An emulated accelerator: a model with real parameters and gradients whose computation is a sleep.
+
+The forward pass takes a third and the backward pass two thirds of the step's compute time, spread evenly over the
+layers. Sleeping uses no CPU, so many workers fit on two cores, while exchanges, optimizer and network are real.
+Gradients become ready layer by layer, last layer first, as in a real backward pass: DDP's buckets overlap as ever.
+
+Time dilation: a result depends on the ratio of communication to compute, gamma = (bytes / bandwidth) / compute.
+Dividing the bandwidth and multiplying the compute time by the same factor leaves gamma, and hence every speed-up,
+as it was, and makes the CPU's share small.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.errors import InputError
+
+FORWARD = 1 / 3  # share of the compute time; the backward pass has the rest
+
+
+class Clock:
+    """Sleeps towards deadlines, so that overheads and late wake-ups do not add up over layers.
+
+    A pass (forward or backward) starts at `begin`; layer i of L ends no earlier than (i + 1) / L of its time later.
+    """
+
+    def __init__(self) -> None:
+        self._begin = 0.0
+
+    def begin(self) -> None:
+        self._begin = time.perf_counter()
+
+    def sleep_until(self, seconds: float) -> None:
+        """Return `seconds` after `begin`, or at once if that has passed."""
+        left = self._begin + seconds - time.perf_counter()
+        if left > 0:
+            time.sleep(left)  # releases the GIL: communication threads go on
+
+
+class _Sleep(torch.autograd.Function):
+    """Identity on the activation that takes time; its backward also hands every parameter a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: Tensor, layer: EmulatedLayer, *parameters: Tensor) -> Tensor:
+        model, index = layer.model, layer.index
+        ctx.layer = layer
+        if index == 0:
+            model.clock.begin()
+        model.clock.sleep_until(FORWARD * model.step_seconds * (index + 1) / model.depth)
+        return activation.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        layer = ctx.layer
+        model, done = layer.model, layer.model.depth - layer.index
+        if done == 1:
+            model.clock.begin()
+        model.clock.sleep_until((1 - FORWARD) * model.step_seconds * done / model.depth)
+        # A constant gradient is as good as any for timing; fresh memory, because DDP and optimizers own theirs.
+        return (grad, None, *(torch.full_like(p, model.gradient) for p in layer.parameters()))
+
+
+class EmulatedLayer(nn.Module):
+    """One layer: `numel` real parameters, no arithmetic."""
+
+    def __init__(self, numel: int, index: int, model: EmulatedModel) -> None:
+        super().__init__()
+        width = max(1, math.isqrt(numel))
+        sizes = [(numel // width, width), (numel % width,)] if numel % width else [(numel // width, width)]
+        self.weights = nn.ParameterList(nn.Parameter(torch.full(size, 0.01)) for size in sizes)
+        self.index = index
+        object.__setattr__(self, "model", model)  # a plain reference: the model is not a submodule of its layer
+
+    model: EmulatedModel
+
+    def forward(self, activation: Tensor) -> Tensor:
+        slow: Tensor = _Sleep.apply(activation, self, *self.parameters())  # type: ignore[no-untyped-call]
+        return slow
+
+
+class EmulatedModel(nn.Module):
+    """`model_mb` MB (10^6 bytes) of fp32 parameters in `layers` layers; a step computes for `seconds[step]`.
+
+        table = ComputeTime(0.4, parse_jitter("lognormal:0.3")).sample(workers, steps, seed)
+        model = EmulatedModel(model_mb=4, layers=8, seconds=table[:, rank])
+        for _ in range(steps):
+            model().backward()          # the loss is a scalar; the input is made up unless given
+            optimizer.step(); optimizer.zero_grad()
+
+    The step counter advances with each forward pass in training mode; after the last entry the table starts over.
+    `reset()` sets it to the beginning, so that every method sees the same draw.
+    """
+
+    def __init__(
+        self, model_mb: float, layers: int, seconds: Sequence[float] | float, *, gradient: float = 1e-4
+    ) -> None:
+        super().__init__()
+        numel = round(model_mb * 1e6 / 4) if math.isfinite(model_mb) else 0
+        if layers < 1 or numel < layers:
+            raise InputError(
+                f"an emulated model needs at least a parameter (4 bytes) a layer, got {model_mb} MB in {layers} layers"
+            )
+        times = [float(s) for s in ([seconds] if isinstance(seconds, int | float) else seconds)]
+        if not times or not all(math.isfinite(s) and s >= 0 for s in times):
+            raise InputError(f"compute times must be finite and at least 0 seconds, got {times[:8]}; pass e.g. 0.4")
+        self.depth = layers
+        self.seconds = tuple(times)
+        self.gradient = gradient
+        self.clock = Clock()
+        self.step = -1
+        cuts = [numel * i // layers for i in range(layers + 1)]
+        self.layers = nn.ModuleList(EmulatedLayer(cuts[i + 1] - cuts[i], i, self) for i in range(layers))
+
+    @property
+    def step_seconds(self) -> float:
+        """The compute time of the current step."""
+        return self.seconds[max(0, self.step) % len(self.seconds)]
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.parameters())
+
+    def reset(self) -> None:
+        """Start over with the first entry of the table."""
+        self.step = -1
+
+    def forward(self, batch: Tensor | None = None) -> Tensor:
+        """A scalar loss. `batch` is accepted for the sake of training loops and not looked at."""
+        if self.training:
+            self.step += 1
+        activation = torch.zeros((), requires_grad=True)
+        for layer in self.layers:
+            activation = layer(activation)
+        return activation

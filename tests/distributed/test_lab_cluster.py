@@ -1,0 +1,176 @@
+"""The lab's network for real: shaped, separate, and gone afterwards, however the launcher ended."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gossamer.lab import Cluster, LabUnavailable, WorkerFailed, clean_up, why_unavailable
+from gossamer.lab import cluster as cluster_module
+from gossamer.lab.namespaces import NETNS, leftovers
+
+needs_namespaces = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+lab = [pytest.mark.requires_root, needs_namespaces]
+
+
+def all_reduce(rank: int, numel: int) -> list[float]:
+    dist.init_process_group("gloo")
+    tensor = torch.full((numel,), float(rank))
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return [tensor.min().item(), tensor.max().item()]
+
+
+def interfaces(rank: int) -> tuple[set[str], str, str]:
+    names = {name for _, name in socket.if_nameindex()}
+    return names, os.environ["GLOO_SOCKET_IFNAME"], os.environ["MASTER_ADDR"]
+
+
+def pace(rank: int) -> str:
+    return os.environ["GOSSAMER_PACE"]
+
+
+def fail(rank: int) -> None:
+    raise RuntimeError("no luck")
+
+
+def names_of(cluster: Cluster) -> set[str]:
+    space = cluster._namespaces
+    assert space is not None
+    return {space.hub, *space.names}
+
+
+def existing() -> set[str]:
+    return {p.name for p in NETNS.iterdir()} if NETNS.is_dir() else set()
+
+
+class TestNamespaces:
+    pytestmark = lab
+
+    def test_bandwidth_is_the_asked_one_and_nothing_is_dropped(self):
+        with Cluster(3, 1, link="40mbit", links={(0, 2): "10mbit", (1, 2): "80mbit"}) as cluster:
+            measured = dict(cluster.measured)
+        assert set(measured) == {(0, 1), (0, 2), (1, 2)}
+        assert measured[0, 1] == pytest.approx(40e6, rel=0.2)
+        assert measured[0, 2] == pytest.approx(10e6, rel=0.2)
+        assert measured[1, 2] == pytest.approx(80e6, rel=0.2)
+        assert cluster.dropped == 0
+        assert cluster.describe()["network"] == "namespaces"
+
+    def test_gloo_reduces_over_the_links_and_the_kernel_counts_the_bytes(self):
+        with Cluster(2, [2, 1], link="100mbit", check=False) as cluster:
+            assert cluster.run(all_reduce, 100_000) == [[3.0, 3.0]] * 3
+            traffic = cluster.traffic()
+        assert cluster.dropped == 0
+        assert all(node["sent"] > 400_000 for node in traffic)  # at least the tensor leaves each node
+        assert all(node["sent"] < 2_000_000 for node in traffic)
+
+    def test_workers_see_their_nodes_network_only(self):
+        with Cluster(2, 1, check=False) as cluster:
+            assert cluster.run(interfaces) == [({"lo", "lab0"}, "lab0", "10.77.0.1")] * 2
+
+    def test_intra_node_traffic_does_not_touch_the_link(self):
+        with Cluster(2, [2, 1], link="1mbit", check=False) as cluster:
+            cluster.run(pairs_inside_node, 1_000_000, timeout=30)
+            assert cluster.traffic()[0]["sent"] < 100_000
+
+    def test_two_clusters_at_once_and_no_trace_afterwards(self):
+        with Cluster(2, check=False) as first:
+            with Cluster(2, check=False) as second:
+                ours = names_of(first) | names_of(second)
+                assert len(ours) == 6
+                assert ours <= existing()
+                assert first.run(interfaces) == second.run(interfaces)
+            assert names_of(first) <= existing()
+        assert not ours & existing()
+
+    def test_no_trace_after_a_failure(self):
+        ours = set()
+        with pytest.raises(WorkerFailed, match="no luck"), Cluster(2, check=False) as cluster:  # noqa: PT012
+            ours |= names_of(cluster)
+            cluster.run(fail)
+        assert ours
+        assert not ours & existing()
+
+    def test_no_trace_when_the_start_fails(self, monkeypatch):
+        monkeypatch.setattr(cluster_module, "measure", lambda *_: 1.0)
+        before = existing()
+        with pytest.raises(LabUnavailable, match="instead of 50mbit"), Cluster(2, link="50mbit"):
+            pass
+        mine = {n for n in existing() - before if n.startswith(f"gsm-{os.getpid()}-")}
+        assert not mine
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+    def test_a_launcher_that_is_killed_or_interrupted(self, tmp_path, number):
+        script = tmp_path / "script.py"
+        script.write_text(
+            textwrap.dedent("""
+            import signal, time
+            from gossamer.lab import Cluster
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+            def sleep(rank):
+                time.sleep(600)
+            if __name__ == "__main__":
+                with Cluster(2, link="10mbit", check=False) as cluster:
+                    print(*cluster._namespaces.names, flush=True)
+                    cluster.run(sleep, timeout=600)
+            """)
+        )
+        launcher = subprocess.Popen(
+            [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        try:
+            names = set(launcher.stdout.readline().split())
+            assert len(names) == 2
+            assert names <= existing()
+            if number == signal.SIGINT:
+                time.sleep(0.5)
+            launcher.send_signal(number)
+            launcher.wait(20)
+        finally:
+            launcher.kill()
+            launcher.stdout.close()
+        if number == signal.SIGKILL:
+            assert names <= set(leftovers())
+            with Cluster(2, check=False):  # the next start cleans up
+                assert not names & existing()
+        assert not names & existing()
+        assert not names & set(clean_up())
+
+
+def pairs_inside_node(rank: int, numel: int) -> None:
+    """Workers 0 and 1 share a node; worker 2 only joins the rendezvous."""
+    dist.init_process_group("gloo")
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        dist.all_reduce(torch.ones(numel), group=group)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_paced_workers_are_told_the_rates():
+    with Cluster(2, link="8mbit", network="paced") as cluster:
+        assert cluster.run(pace) == ['{"nodes": [0, 1], "link": 8000000.0, "links": {}}'] * 2
+
+
+def test_loopback_cluster_runs_anywhere():
+    with Cluster(2, [1, 2], network="loopback") as cluster:
+        assert cluster.run(all_reduce, 10) == [[3.0, 3.0]] * 3
+        assert cluster.stats is not None
+        assert cluster.describe()["network"] == "loopback"
+
+
+def test_persistent_workers_end_with_the_cluster():
+    with Cluster(1, 2, network="loopback") as cluster:
+        pool = cluster.pool()
+        pool.run(all_reduce, 10)
+        pids = list(pool.pids)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
