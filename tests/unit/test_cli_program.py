@@ -42,7 +42,7 @@ def test_help_has_an_example(path: tuple[str, ...], capsys: pytest.CaptureFixtur
     assert main([*path, "--help"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "Usage: " + " ".join(("gossamer", *path)) in out
-    if path not in {(c,) for c in COMMANDS if (c, "list") in PATHS}:  # a group's examples are its commands'
+    if not path or all(p[: len(path)] != path for p in PATHS if p != path):  # a group's examples are its commands'
         assert "Example: gossamer" in out
     assert "completion" not in out
 
