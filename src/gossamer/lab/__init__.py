@@ -2,8 +2,9 @@
 
 from gossamer.lab.cluster import Cluster
 from gossamer.lab.cpu import CpuMeter, RunStats
-from gossamer.lab.launch import WorkerFailed, WorkerPool, WorkerTimeout, run_workers, warm_up
+from gossamer.lab.launch import WorkerFailed, WorkerPool, WorkerTimeout, run_workers
 from gossamer.lab.namespaces import LabUnavailable, clean_up, why_unavailable
+from gossamer.lab.server import warm_up
 from gossamer.lab.shaping import format_rate, parse_rate
 
 __all__ = [

@@ -13,17 +13,14 @@ the rank.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,10 +31,10 @@ from typing import IO, Any
 from gossamer.errors import GossamerError, InputError
 from gossamer.lab.cpu import CpuMeter, RunStats
 from gossamer.lab.forkserver import MAX_WORKERS, GangSpec, WorkerSpec
+from gossamer.lab.server import ONE_THREAD, fork_server
 
 START_SECONDS = 120.0  # importing torch on a loaded machine takes its time
 TAIL = 4000  # characters of a worker's output shown with a failure
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class WorkerFailed(GossamerError):
@@ -124,10 +121,7 @@ class WorkerPool:
         call = _pickle_call(fn, args, kwargs)
         try:
             if self._gang is None:
-                self._start(fn)
-                self._call(_pickle_call(_ready, (), {}), _ready, START_SECONDS)
-                if self.setup is not None:
-                    self._call(_pickle_call(self.setup, (), {}), self.setup, limit)
+                self._set_up(fn, limit)
             return self._call(call, fn, limit)
         except WorkerFailed:
             raise
@@ -157,6 +151,16 @@ class WorkerPool:
             output.close()
         self._gang, self._channels, self._outputs, self.pids = None, [], [], []
 
+    def _set_up(self, fn: Callable[..., Any], limit: float) -> None:
+        try:
+            self._start(fn)
+            self._call(_pickle_call(_ready, (), {}), _ready, START_SECONDS)
+            if self.setup is not None:
+                self._call(_pickle_call(self.setup, (), {}), self.setup, limit)
+        except WorkerFailed:
+            self.kill()  # workers that are not set up must not run anything
+            raise
+
     def _start(self, fn: Callable[..., Any]) -> None:
         main = None
         if "__main__" in {getattr(fn, "__module__", None), getattr(self.setup, "__module__", None)}:
@@ -178,7 +182,7 @@ class WorkerPool:
         self._channels = [Connection(ours.detach()) for ours, _ in pairs]
         fds = [theirs.fileno(), *(child.fileno() for _, child in pairs), *(f.fileno() for f in self._outputs)]
         try:
-            _server().request(spec, fds)
+            fork_server().request(spec, fds)
         finally:
             theirs.close()
             for _, child in pairs:
@@ -404,59 +408,3 @@ def _reserved_port(master: Node) -> Any:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((master.address, 0))
         yield holder.getsockname()[1]
-
-
-class _Server:
-    """The launcher's end of the fork server."""
-
-    def __init__(self) -> None:
-        self.owner = os.getpid()
-        self.lock = threading.Lock()
-        self.control, child = socket.socketpair()
-        path = [p or os.getcwd() for p in sys.path]
-        with child:
-            program = f"import sys; sys.path[:] = {path!r}; from gossamer.lab import forkserver as f; "
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", f"{program}f.main({child.fileno()})"],
-                pass_fds=[child.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, **ONE_THREAD},
-                start_new_session=True,  # Ctrl-C is ours to handle
-            )
-
-    def request(self, spec: GangSpec, fds: list[int]) -> None:
-        body = pickle.dumps(spec)
-        with self.lock:
-            socket.send_fds(self.control, [len(body).to_bytes(8, "big")], fds)
-            self.control.sendall(body)
-
-    def alive(self) -> bool:
-        return self.owner == os.getpid() and self.process.poll() is None
-
-    def stop(self) -> None:
-        if self.owner == os.getpid():
-            self.control.close()
-            try:
-                self.process.wait(2)
-            except subprocess.TimeoutExpired:  # still importing torch; workers, if any, die with it
-                self.process.kill()
-                self.process.wait()
-
-
-_current: _Server | None = None
-_current_lock = threading.Lock()
-
-
-def _server() -> _Server:
-    global _current
-    with _current_lock:
-        if _current is None or not _current.alive():
-            _current = _Server()
-            atexit.register(_current.stop)
-        return _current
-
-
-def warm_up() -> None:
-    """Start importing torch in the background; the first gang of workers then starts sooner."""
-    _server()

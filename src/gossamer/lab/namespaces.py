@@ -107,6 +107,14 @@ class Namespaces:
             _batch("tc", name, shape(DEVICE, self.links.default, self.links.of(node), "dst"))
 
     def remove(self) -> None:
+        """Remove all of it, even if Ctrl-C comes in between."""
+        try:
+            self._remove()
+        except KeyboardInterrupt:
+            self._remove()
+            raise
+
+    def _remove(self) -> None:
         remove([name for name in (*self.names, self.hub) if (NETNS / name).exists()])
 
     def traffic(self) -> list[dict[str, int]]:

@@ -1,0 +1,72 @@
+"""The launcher's end of the fork server: one a process, started when first needed."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+
+from gossamer.lab.forkserver import GangSpec
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class Server:
+    """The launcher's end of the fork server."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.lock = threading.Lock()
+        self.control, child = socket.socketpair()
+        path = [p or os.getcwd() for p in sys.path]
+        with child:
+            program = f"import sys; sys.path[:] = {path!r}; from gossamer.lab import forkserver as f; "
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", f"{program}f.main({child.fileno()})"],
+                pass_fds=[child.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, **ONE_THREAD},
+                start_new_session=True,  # Ctrl-C is ours to handle
+            )
+
+    def request(self, spec: GangSpec, fds: list[int]) -> None:
+        body = pickle.dumps(spec)
+        with self.lock:
+            socket.send_fds(self.control, [len(body).to_bytes(8, "big")], fds)
+            self.control.sendall(body)
+
+    def alive(self) -> bool:
+        return self.owner == os.getpid() and self.process.poll() is None
+
+    def stop(self) -> None:
+        if self.owner == os.getpid():
+            self.control.close()
+            try:
+                self.process.wait(2)
+            except subprocess.TimeoutExpired:  # still importing torch; workers, if any, die with it
+                self.process.kill()
+                self.process.wait()
+
+
+_current: Server | None = None
+_current_lock = threading.Lock()
+
+
+def fork_server() -> Server:
+    """The fork server of this process, started when first needed and again if it died."""
+    global _current
+    with _current_lock:
+        if _current is None or not _current.alive():
+            _current = Server()
+            atexit.register(_current.stop)
+        return _current
+
+
+def warm_up() -> None:
+    """Start importing torch in the background; the first gang of workers then starts sooner."""
+    fork_server()
