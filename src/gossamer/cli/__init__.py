@@ -10,6 +10,7 @@ from gossamer.cli.program import main
 COMMANDS = (
     "topology",
     "simulate",
+    "advise",
     "trace",
     "doctor",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ from gossamer.cli.output import print_json, print_rich, table
 from gossamer.errors import InputError
 
 if TYPE_CHECKING:
+    from gossamer.runtime.cluster import Cluster
     from gossamer.runtime.methods import Method
     from gossamer.runtime.predict import Setting
     from gossamer.runtime.simulator import Policy, Result
@@ -122,7 +124,6 @@ def _setting(
     jitter: str | None,
     model_mb: float | None,
 ) -> Setting:
-    from gossamer.runtime.cluster import load
     from gossamer.runtime.compute import parse_jitter
     from gossamer.runtime.predict import Abstract
 
@@ -131,25 +132,33 @@ def _setting(
     text = jitter if jitter is not None else f"gaussian:{sigma}" if sigma is not None else None
     if text is not None:
         parse_jitter(text)
-    placed = nodes is not None or per_node is not None or n is not None
-    if cluster is None:
-        if gamma is None:
-            raise InputError("what to simulate is missing; pass --cluster a40 (or a file), or --gamma with --omega")
-        if model_mb is not None:
-            raise InputError("--model-mb needs --cluster; with --gamma the model's size is part of gamma")
-        return Abstract(layout_from(nodes, per_node, n), gamma, omega, text or "none")
-    if gamma is not None:
-        raise InputError("--gamma and --cluster exclude each other; a cluster's gamma follows from its links")
-    described = load(cluster)
-    if placed:
-        described = described.resized(_layout_on(described.layout, nodes, per_node, n))
-    if text is not None:
-        described = described.changed(compute={"jitter": text, "samples": None})
+    if cluster is not None:
+        if gamma is not None:
+            raise InputError("--gamma and --cluster exclude each other; a cluster's gamma follows from its links")
+        return cluster_from(cluster, nodes, per_node, n, text, model_mb)
+    if gamma is None:
+        raise InputError("what to simulate is missing; pass --cluster a40 (or a file), or --gamma with --omega")
     if model_mb is not None:
-        if not model_mb > 0:
+        raise InputError("--model-mb needs --cluster; with --gamma the model's size is part of gamma")
+    return Abstract(layout_from(nodes, per_node, n), gamma, omega, text or "none")
+
+
+def cluster_from(
+    source: str, nodes: str | None, per_node: str | None, n: str | None, jitter: str | None, model_mb: float | None
+) -> Cluster:
+    """A preset or file, with what the options change."""
+    from gossamer.runtime.cluster import load
+
+    cluster = load(source)
+    if nodes is not None or per_node is not None or n is not None:
+        cluster = cluster.resized(_layout_on(cluster.layout, nodes, per_node, n))
+    if jitter is not None:
+        cluster = cluster.changed(compute={"jitter": jitter, "samples": None})
+    if model_mb is not None:
+        if not (math.isfinite(model_mb) and model_mb > 0):
             raise InputError(f"--model-mb must be a positive number of megabytes, got {model_mb}")
-        described = described.changed(model={"mb": model_mb})
-    return described
+        cluster = cluster.changed(model={"mb": model_mb})
+    return cluster
 
 
 def _layout_on(own: Layout, nodes: str | None, per_node: str | None, n: str | None) -> Layout:
@@ -245,31 +254,31 @@ def _write(
 
 
 def _print(setting: Setting, rows: list[dict[str, Any]], curve: list[dict[str, Any]]) -> None:
-    from rich.markup import escape
+    from rich.text import Text  # a method's colons are no emoji
 
     facts = _describe(setting)
     seconds = facts["unit"] == "s"
 
     def time(value: float) -> str:
-        return f"{value * 1e3:.1f} ms" if seconds else f"{value:.3f}"
+        return f"{value * 1e3:.1f}" if seconds else f"{value:.3f}"
 
-    head = f"{setting.layout}; " + ("" if seconds else "times in units of the mean compute; ")
+    head = f"{setting.layout}; " + ("times in ms" if seconds else "times in mean computes") + "; "
     head += f"γ {facts['gamma']:.3g}, ω {facts['omega']:.3g}"
     head += (
         f", σ² {facts['sigma2']:.3g}, compute {time(facts['compute_seconds'])}" if seconds else f", {facts['jitter']}"
     )
-    made = table("method", "step time", "saving", "waiting", "median", "95 %", "99 %")
+    made = table("method", "step", "saving", "waiting", "median", "95 %", "99 %")
     for r in rows:
         times = [time(r[k]) for k in ("p50", "p95", "p99")]
-        made.add_row(escape(r["method"]), time(r["step_time"]), f"{r['saving']:.1%}", f"{r['waiting']:.1%}", *times)
-    print_rich(escape(head), made)
+        made.add_row(Text(r["method"]), time(r["step_time"]), f"{r['saving']:.1%}", f"{r['waiting']:.1%}", *times)
+    print_rich(Text(head), made)
     if curve:
         grown = table("nodes", "workers", "method", "step time", "saving")
         for r in curve:
             cells = (
                 str(r["nodes"]),
                 str(r["workers"]),
-                escape(r["method"]),
+                Text(r["method"]),
                 time(r["step_time"]),
                 f"{r['saving']:.1%}",
             )

@@ -14,7 +14,7 @@ from gossamer.runtime.cluster import Cluster, Compute, Ddp, Link, Links, Model
 
 
 def _preset(
-    name: str, per_node: int, seconds: float, fixed: float, gbps: float, flow_gbps: float, intra_gbps: float
+    name: str, per_node: int, seconds: float, fixed: float, gbps: float, flow_gbps: float | None, intra_gbps: float
 ) -> Cluster:
     return Cluster(
         name=name,
@@ -32,6 +32,6 @@ def _preset(
 
 PRESETS: dict[str, Cluster] = {
     "a40": _preset("a40", 4, 0.104, 0.0, 50, 23.4, 100),
-    "a100": _preset("a100", 4, 0.058, 0.006, 200, 110, 100),
+    "a100": _preset("a100", 4, 0.0603, 0.0337, 200, None, 100),
     "t4": _preset("t4", 8, 0.309, 0.043, 100, 36.9, 100),
 }

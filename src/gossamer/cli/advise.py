@@ -1,0 +1,56 @@
+"""`gossamer advise`: will gossip be faster on this cluster, with which method, and what to write."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gossamer.cli.options import Json, N, Nodes, PerNode, command_app
+from gossamer.cli.output import print_json, print_rich, table
+
+app = command_app()
+
+SHOWN = 12
+
+
+@app.command(epilog="Example: gossamer advise cluster.toml --model-mb 260 --json")
+def advise(
+    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="A .toml or .json file, or a40, a100, t4.")],
+    nodes: Nodes = None,
+    per_node: PerNode = None,
+    n: N = None,
+    model_mb: Annotated[float | None, typer.Option(metavar="S", help="Parameters in MB (1e6 bytes).")] = None,
+    steps: Annotated[int, typer.Option(help="Steps to simulate for each method.")] = 120,
+    seed: Annotated[int, typer.Option(help="Seed of the compute times.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Rank every topology, wire and algorithm for a cluster, and recommend one, or DDP."""
+    from rich.text import Text  # a method's colons are no emoji
+
+    from gossamer.cli.simulate import cluster_from
+    from gossamer.runtime.advise import advise as make
+
+    advice = make(cluster_from(cluster, nodes, per_node, n, None, model_mb), steps=steps, seed=seed)
+    if as_json:
+        print_json(advice.to_dict())
+        return
+    chosen = advice.recommendation
+    rows = table("method", "ms", "saving", "to 1e-3", "memory")
+    shown = [r for i, r in enumerate(advice.table) if i < SHOWN or r.method.startswith("ddp")]
+    for r in shown:
+        mixed = "-" if r.seconds_to_1e3 is None else f"{r.seconds_to_1e3:.2g} s"
+        rows.add_row(Text(r.method), f"{r.step_time * 1e3:.1f}", f"{r.saving:.1%}", mixed, f"+{r.memory:g}")
+    changes = table("if there were", "ddp ms", "ms", "saving", "")
+    for s in advice.sensitivity:
+        cells = (f"{s['ddp_step_time'] * 1e3:.1f}", f"{s['step_time'] * 1e3:.1f}", f"{s['saving']:.1%}")
+        changes.add_row(s["if"], *cells, "go" if s["go"] else "stay with DDP")
+    print_rich(
+        Text(f"{chosen['method']}: saves {chosen['saving']:.0%} of the step time", style="bold"),
+        Text(chosen["why"]),
+        Text(f"\n    {chosen['line']}\n"),
+        f"The best of {len(advice.table)} (to 1e-3: until differences between workers shrink to a thousandth):",
+        rows,
+        "What would change the answer for the best gossip:",
+        changes,
+    )
