@@ -157,7 +157,7 @@ def _sent(megabytes: dict[str, float], where: str) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    return "-" if value is None else str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
 def _rounds(count: int | None) -> str:

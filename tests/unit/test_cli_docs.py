@@ -1,0 +1,37 @@
+"""What the documents say the commands print is what they print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from gossamer.cli import main
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"```console\n\$ gossamer (.*?)\n(.*?)```", re.S)
+SHOWN = [
+    (str(path.relative_to(ROOT)), command, output)
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for command, output in BLOCK.findall(path.read_text(encoding="utf-8"))
+    if command.startswith("topology")
+]
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+def test_there_is_output_to_check() -> None:
+    assert {"README.md", "docs/topologies.md"} <= {where for where, _, _ in SHOWN}
+
+
+@pytest.mark.parametrize(("where", "command", "output"), SHOWN, ids=[f"{w}: {c}" for w, c, _ in SHOWN])
+def test_the_output_shown_is_true(
+    where: str, command: str, output: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(shlex.split(command)) == 0
+    assert _lines(capsys.readouterr().out) == _lines(output)
