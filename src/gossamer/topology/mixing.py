@@ -21,7 +21,7 @@ from gossamer.topology.core import Topology
 
 DENSE = 512  # up to here the identity is iterated, above a block of Gaussian columns
 DENSE_WORK = 1 << 29  # rounds x n^2 up to which a whole period is multiplied out
-COLUMNS = 4
+COLUMNS = 16
 EXACT = 1e-11  # a fall of the deviation by this factor in one round is an exact average
 TARGET = math.log(1e-3)
 KEPT = 1 << 21  # workers x rounds that are kept, and walked when the period is longer
@@ -157,7 +157,7 @@ class Mixer:
         return rounds
 
     def _large(self) -> Mixing:
-        budget = max(64, (1 << 23 if self.short else KEPT) // self.n)
+        budget = max(64, (1 << 22 if self.short else KEPT) // self.n)
         block = np.random.default_rng(0).standard_normal((self.n, COLUMNS))
         walk = Walk(np.hstack([block, self.modes]))
         history = np.zeros((budget + 1, walk.x.shape[1]))
