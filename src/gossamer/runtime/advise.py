@@ -128,7 +128,7 @@ def _recommend(best: Row, rows: list[Row], ddp: Result, facts: dict[str, float],
         }
     halved = next(r for r in rows if r.method == "ddp:bf16")
     why = (
-        f"{links}; {best.method} overlaps its exchanges with the whole step and waits only for a few workers, "
+        f"{links}; {best.method} overlaps its exchanges with the whole step and waits only for those it averages with, "
         f"so {best.waiting:.0%} of its {best.step_time * 1e3:.0f} ms are not compute"
     )
     if halved.step_time < best.step_time * 1.05:

@@ -1,0 +1,171 @@
+"""Per-rank files, merging them, and the Chrome format."""
+
+import gzip
+import json
+import threading
+
+import pytest
+
+from gossamer.errors import InputError
+from gossamer.trace import Span, Trace, TraceWriter, merge, read, read_chrome, to_chrome, write_chrome
+
+NODE = (0, 0, 1)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def record(directory, worker, *, node=NODE, clock=None, offset=0.0):
+    with TraceWriter(directory, worker, node, clock=clock or Clock(), offset=offset, versions={"torch": "2"}) as w:
+        w.record("compute", 0.0, 0.5, step=0)
+        w.record("exchange", 0.1, 0.6, round=0, bucket=1, bytes=8)
+        w.record("wait", 0.5, 0.6, step=0, round=0, bucket=1, peer=(worker + 1) % 3)
+    return w.path
+
+
+def test_write_and_read(tmp_path):
+    header, spans = read(record(tmp_path, 1))
+    assert header.worker == 1
+    assert header.node == NODE
+    assert header.versions == (("torch", "2"),)
+    assert spans == [
+        Span("compute", 1, 0.0, 0.5, {"step": 0}),
+        Span("exchange", 1, 0.1, 0.6, {"round": 0, "bucket": 1, "bytes": 8}),
+        Span("wait", 1, 0.5, 0.6, {"step": 0, "round": 0, "bucket": 1, "peer": 2}),
+    ]
+
+
+def test_now_is_the_injected_clock(tmp_path):
+    clock = Clock()
+    writer = TraceWriter(tmp_path, 0, (0,), clock=clock)
+    clock.now += 2.5
+    assert writer.now() == 2.5
+    writer.close()
+    writer.close()
+
+
+def test_threads_lose_nothing(tmp_path):
+    writer = TraceWriter(tmp_path, 0, (0,), flush_every=7)
+
+    def work(bucket):
+        for k in range(200):
+            writer.record("exchange", k, k + 1, round=k, bucket=bucket)
+
+    threads = [threading.Thread(target=work, args=(b,)) for b in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    writer.close()
+    assert {(s.attrs["round"], s.attrs["bucket"]) for s in read(writer.path)[1]} == {
+        (k, b) for k in range(200) for b in range(4)
+    }
+
+
+def test_torn_last_line_is_left_out(tmp_path):
+    path = record(tmp_path, 0)
+    text = path.read_text()
+    path.write_text(text[:-20])
+    assert len(read(path)[1]) == 2
+    lines = text.splitlines()
+    path.write_text("\n".join([lines[0], lines[1][:10], *lines[2:]]) + "\n")
+    with pytest.raises(InputError, match=r"line 2 of .* is not a span"):
+        read(path)
+
+
+def test_bad_headers(tmp_path):
+    path = tmp_path / "trace-00000.jsonl"
+    path.write_text('{"loss": 3}\n')
+    with pytest.raises(InputError, match="does not begin with a Gossamer trace header"):
+        read(path)
+    path.write_text('{"gossamer_trace": 99}\n')
+    with pytest.raises(InputError, match="trace format 99"):
+        read(path)
+
+
+def test_merge_puts_workers_on_one_clock(tmp_path):
+    for worker in range(3):
+        path = record(tmp_path, worker)
+        head, *rest = path.read_text().splitlines()
+        data = json.loads(head) | {"origin": 1000.0 + worker, "offset": -0.25 * worker}
+        path.write_text("\n".join([json.dumps(data), *rest]) + "\n")
+    merged = merge(tmp_path)
+    assert merged.node == NODE
+    starts = {s.worker: s.start for s in merged.spans if s.category == "compute"}
+    assert starts == pytest.approx({0: 0.0, 1: 0.75, 2: 1.5})
+    assert [s.start for s in merged.spans] == sorted(s.start for s in merged.spans)
+
+
+def test_merge_names_what_is_missing(tmp_path):
+    with pytest.raises(InputError, match="is not a directory"):
+        merge(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="holds no trace-"):
+        merge(tmp_path)
+    record(tmp_path, 1)
+    with pytest.raises(InputError, match="lacks workers 0, 2 of 3; copy the missing"):
+        merge(tmp_path)
+    record(tmp_path, 0, node=(0, 1))
+    with pytest.raises(InputError, match="merge one run at a time"):
+        merge(tmp_path)
+
+
+def spans():
+    return (
+        Span("compute", 0, 0.0, 0.25, {"step": 0}),
+        Span("forward", 1, 0.0, 0.125, {"step": 0}),
+        Span("exchange", 0, 0.0, 0.375, {"round": 0, "bucket": 2, "bytes": 64, "wire": "bf16"}),
+        Span("wait", 0, 0.25, 0.375, {"step": 0, "peer": 1}),
+    )
+
+
+def test_chrome_is_what_viewers_open():
+    data = to_chrome(Trace(spans(), (0, 1), "mine"))
+    assert data["distributedInfo"] == {"backend": "gossamer", "rank": 0, "world_size": 2}
+    assert data["displayTimeUnit"] == "ms"
+    complete = [e for e in data["traceEvents"] if e["ph"] == "X"]
+    assert all({"name", "cat", "pid", "tid", "ts", "dur", "args"} <= e.keys() for e in complete)
+    compute = next(e for e in complete if e["cat"] == "compute")
+    assert (compute["pid"], compute["tid"], compute["ts"], compute["dur"]) == (0, 0, 0.0, 250_000.0)
+    wait = next(e for e in complete if e["cat"] == "wait")
+    assert wait["name"] == "wait for worker 1"
+    # slices of one thread must nest: an exchange overlaps compute, so it has a thread of its own
+    exchange = next(e for e in complete if e["cat"] == "exchange")
+    assert exchange["tid"] != compute["tid"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
+    assert names[0, 0] == "worker 0"
+    assert names[0, exchange["tid"]] == "worker 0 exchange, bucket 2"
+    processes = {e["pid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "process_name"}
+    assert processes == {0: "node 0", 1: "node 1"}
+
+
+@pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
+def test_chrome_round_trip(tmp_path, name):
+    trace = Trace(tuple(sorted(spans(), key=lambda s: (s.start, s.worker))), (0, 1), "mine")
+    back = read_chrome(write_chrome(trace, tmp_path / name))
+    assert back.node == trace.node
+    assert back.label == "mine"
+    key = lambda s: (s.worker, s.category, s.start, s.end, sorted(s.attrs.items(), key=str))  # noqa: E731
+    assert sorted(map(key, back.spans)) == sorted(map(key, trace.spans))
+
+
+def test_chrome_mistakes(tmp_path):
+    path = tmp_path / "t.json"
+    with pytest.raises(InputError, match="cannot read"):
+        read_chrome(path)
+    path.write_text("no")
+    with pytest.raises(InputError, match="is not JSON"):
+        read_chrome(path)
+    path.write_text("{}")
+    with pytest.raises(InputError, match="no 'traceEvents'"):
+        read_chrome(path)
+    path.write_text('{"traceEvents": [{"ph": "X", "cat": "kernel"}]}')
+    with pytest.raises(InputError, match="no span of a category"):
+        read_chrome(path)
+    path.write_bytes(gzip.compress(json.dumps(to_chrome(Trace(spans()[:1], (0, 0, 0)))).encode()))
+    with pytest.raises(InputError, match="no span of workers 1, 2 of 3"):
+        read_chrome(path)
