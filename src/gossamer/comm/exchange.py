@@ -8,7 +8,7 @@ implementation of the arithmetic for every transport.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from gossamer.comm.wire import Wire
 from gossamer.topology.plan import Piece, Program, Step
+
+CHUNK = 2**15  # elements
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,14 @@ def exchange(program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Scra
     result = out[:size]
     lossless = wire.lossless(x.dtype)
     first = program[0]
-    if lazy and len(program) == 1 and first.kind == "swap" and (lossless or not first.wired) and len(first.recvs) == 1:
+    if len(program) == 1 and first.kind == "swap" and (lossless or not first.wired) and len(first.recvs) == 1:
         (piece,) = first.recvs
         if piece.stop - piece.start == size:
             yield Batch([(p.peer, x) for p in first.sends], [(piece.peer, result)])
-            return Mixed(result, piece.weight)
+            if lazy:
+                return Mixed(result, piece.weight)
+            torch.lerp(x, result, piece.weight, out=result)
+            return Mixed(result)
     if first.kind == "swap" or (first.kind == "reduce" and first.wired):
         result.copy_(x)  # pieces that no message touches keep their value
     means: list[Tensor] = []  # of a wired reduce, for the spread that follows
@@ -166,27 +171,23 @@ def _reduce_across(
     """Each owner's weighted mean of its ranges, of the values as they were sent."""
     if lossless:
         received = scratch.cut("recv", _sizes(step.recvs), value)
-        yield Batch(_views(step.sends, value), [(p.peer, t) for p, t in zip(step.recvs, received, strict=True)])
+        yield Batch(_views(step.sends, value), _named(step.recvs, received))
     else:
-        outgoing = scratch.payloads("send", _sizes(step.sends), wire, value.device)
-        incoming = scratch.payloads("recv", _sizes(step.recvs), wire, value.device)
-        for p, payload in zip(step.sends, outgoing, strict=True):
-            wire.encode(value[p.start : p.stop], payload)
-        yield Batch(
-            [(p.peer, t) for p, t in zip(step.sends, outgoing, strict=True)],
-            [(p.peer, t) for p, t in zip(step.recvs, incoming, strict=True)],
-        )
-        received = scratch.cut("values", _sizes(step.recvs), value)
-        for payload, t in zip(incoming, received, strict=True):
-            wire.decode(payload, t)
+        received = yield from _trade(step, value, wire, scratch)
     means = scratch.cut("means", _sizes(step.own), value)
     for own, mean in zip(step.own, means, strict=True):
         part = value[own.start : own.stop]
-        mean.copy_(part if lossless else _rounded(part, wire, scratch))
-        mean.mul_(own.weight)
-        for p, t in zip(step.recvs, received, strict=True):
+        if lossless:
+            torch.mul(part, own.weight, out=mean)
+        else:
+            mean.zero_()
+            _add_rounded(mean, part, wire, scratch, own.weight)
+        for p, got in zip(step.recvs, received, strict=True):
             if (p.start, p.stop) == (own.start, own.stop):
-                mean.add_(t, alpha=p.weight)
+                if lossless:
+                    mean.add_(got, alpha=p.weight)
+                else:
+                    _add_decoded(mean, got, wire, scratch, p.weight)
     return means
 
 
@@ -196,17 +197,15 @@ def _spread(
     """Every owner gives its mean, in full precision, to the other owners: out += mean - (own value as sent)."""
     by_range = {(o.start, o.stop): m for o, m in zip(step.own, means, strict=True)}
     received = scratch.cut("recv", _sizes(step.recvs), value)
-    yield Batch(
-        [(p.peer, by_range[p.start, p.stop]) for p in step.sends],
-        [(p.peer, t) for p, t in zip(step.recvs, received, strict=True)],
-    )
+    yield Batch([(p.peer, by_range[p.start, p.stop]) for p in step.sends], _named(step.recvs, received))
     for p, mean in [*zip(step.own, means, strict=True), *zip(step.recvs, received, strict=True)]:
         target = result[p.start : p.stop]
         if lossless:
             target.copy_(mean)
         else:
-            rounded = _rounded(value[p.start : p.stop], wire, scratch)
-            target.add_(mean).sub_(rounded)
+            # the difference first: it is small, and so is its rounding
+            _add_rounded(mean, value[p.start : p.stop], wire, scratch, -1.0)
+            target.add_(mean)
 
 
 def _swap(
@@ -215,34 +214,59 @@ def _swap(
     """out += weight * (received - value), in the correction form when rounded in flight."""
     if wire is None:
         received = scratch.cut("recv", _sizes(step.recvs), value)
-        yield Batch(_views(step.sends, value), [(p.peer, t) for p, t in zip(step.recvs, received, strict=True)])
-        for p, t in zip(step.recvs, received, strict=True):
+        yield Batch(_views(step.sends, value), _named(step.recvs, received))
+        for p, got in zip(step.recvs, received, strict=True):
             target = result[p.start : p.stop]
             if step.source == "out":
-                target.lerp_(t, p.weight)
+                target.lerp_(got, p.weight)
             else:
-                target.add_(t.sub_(value[p.start : p.stop]), alpha=p.weight)
+                target.add_(got.sub_(value[p.start : p.stop]), alpha=p.weight)
         return
+    incoming = yield from _trade(step, value, wire, scratch)
+    for p, payload in zip(step.recvs, incoming, strict=True):
+        part, target = value[p.start : p.stop], result[p.start : p.stop]
+        for at in _chunks(part.numel(), wire):
+            (correction,) = scratch.cut("correction", [at.stop - at.start], part)
+            wire.decode(payload, correction, at.start, part.numel())
+            _add_rounded(correction, part[at], wire, scratch, -1.0)
+            target[at].add_(correction, alpha=p.weight)
+
+
+def _trade(step: Step, value: Tensor, wire: Wire, scratch: Scratch) -> Generator[Batch, None, list[Tensor]]:
+    """Send the step's pieces encoded; the payloads that arrived."""
     outgoing = scratch.payloads("send", _sizes(step.sends), wire, value.device)
     incoming = scratch.payloads("recv", _sizes(step.recvs), wire, value.device)
     for p, payload in zip(step.sends, outgoing, strict=True):
         wire.encode(value[p.start : p.stop], payload)
-    yield Batch(
-        [(p.peer, t) for p, t in zip(step.sends, outgoing, strict=True)],
-        [(p.peer, t) for p, t in zip(step.recvs, incoming, strict=True)],
-    )
-    for p, payload in zip(step.recvs, incoming, strict=True):
-        part = value[p.start : p.stop]
-        (theirs,) = scratch.cut("values", [part.numel()], part)
-        wire.decode(payload, theirs)
-        theirs.sub_(_rounded(part, wire, scratch))
-        result[p.start : p.stop].add_(theirs, alpha=p.weight)
+    yield Batch(_named(step.sends, outgoing), _named(step.recvs, incoming))
+    return incoming
 
 
-def _rounded(part: Tensor, wire: Wire, scratch: Scratch) -> Tensor:
-    """Q(part): what the other side decodes."""
-    (payload,) = scratch.payloads("own", [part.numel()], wire, part.device)
-    (rounded,) = scratch.cut("rounded", [part.numel()], part)
-    wire.encode(part, payload)
-    wire.decode(payload, rounded)
-    return rounded
+def _add_decoded(target: Tensor, payload: Tensor, wire: Wire, scratch: Scratch, weight: float) -> None:
+    """target += weight * decode(payload)."""
+    for at in _chunks(target.numel(), wire):
+        (decoded,) = scratch.cut("decoded", [at.stop - at.start], target)
+        wire.decode(payload, decoded, at.start, target.numel())
+        target[at].add_(decoded, alpha=weight)
+
+
+def _add_rounded(target: Tensor, value: Tensor, wire: Wire, scratch: Scratch, weight: float) -> None:
+    """target += weight * Q(value), Q(value) being what the other side decodes."""
+    for at in _chunks(value.numel(), wire):
+        part = value[at]
+        (payload,) = scratch.payloads("own", [part.numel()], wire, part.device)
+        (rounded,) = scratch.cut("rounded", [part.numel()], part)
+        wire.encode(part, payload)
+        wire.decode(payload, rounded, 0, part.numel())
+        target[at].add_(rounded, alpha=weight)
+
+
+def _chunks(elements: int, wire: Wire) -> Iterator[slice]:
+    """Ranges that stay in the cache while they are decoded, compared and added."""
+    each = CHUNK // wire.block * wire.block
+    for start in range(0, elements, each):
+        yield slice(start, min(start + each, elements))
+
+
+def _named(pieces: tuple[Piece, ...], tensors: list[Tensor]) -> list[tuple[int, Tensor]]:
+    return [(p.peer, t) for p, t in zip(pieces, tensors, strict=True)]

@@ -8,6 +8,8 @@ rounding (about 1e-3 relative for bf16, 5e-3 for int8), and exact averages pull 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,12 @@ from gossamer.errors import InputError
 
 
 class Wire:
-    """`encode` writes a value into a byte payload, `decode` reads it back; `Q = decode(encode(.))`."""
+    """`encode` writes a value into a byte payload, `decode` reads it back; `Q = decode(encode(.))`.
+
+    `block`: elements are rounded in blocks of this many, so any multiple of it may be decoded by itself.
+    """
+
+    block = 1
 
     name: str
 
@@ -29,7 +36,8 @@ class Wire:
     def encode(self, value: Tensor, payload: Tensor) -> None:
         raise NotImplementedError
 
-    def decode(self, payload: Tensor, out: Tensor) -> None:
+    def decode(self, payload: Tensor, out: Tensor, start: int, elements: int) -> None:
+        """out <- elements `start` and on of a payload that holds `elements`; `start` is a multiple of `block`."""
         raise NotImplementedError
 
 
@@ -57,51 +65,49 @@ class Half(Wire):
     def encode(self, value: Tensor, payload: Tensor) -> None:
         payload.view(self.dtype).copy_(value)
 
-    def decode(self, payload: Tensor, out: Tensor) -> None:
-        out.copy_(payload.view(self.dtype))
+    def decode(self, payload: Tensor, out: Tensor, start: int, elements: int) -> None:
+        out.copy_(payload.view(self.dtype)[start : start + out.numel()])
 
 
 class Int8(Wire):
     """One byte an element and one fp32 scale per block: `round(127 x / max|block|)`."""
 
     name = "int8"
-    BLOCK = 256
+    block = 256
 
     def lossless(self, dtype: torch.dtype) -> bool:
         return False
 
     def payload_bytes(self, elements: int) -> int:
-        return elements + 4 * -(-elements // self.BLOCK)
+        return elements + 4 * -(-elements // self.block)
 
     def encode(self, value: Tensor, payload: Tensor) -> None:
-        blocks = -(-value.numel() // self.BLOCK)
-        whole = value.numel() // self.BLOCK
-        scale = payload[: 4 * blocks].view(torch.float32)
-        body = payload[4 * blocks :].view(torch.int8)
-        for start, stop, rows in self._spans(value.numel(), whole):
-            part = value[start:stop].view(rows, -1)
-            at = slice(start // self.BLOCK, start // self.BLOCK + rows)
+        scale, body = self._fields(payload, value.numel())
+        for rows, at, blocks in self._rows(0, value.numel()):
+            part = value[at].view(rows, -1)
             largest = part.abs().amax(dim=1).float()
-            torch.mul(largest, 1 / 127, out=scale[at])
+            torch.mul(largest, 1 / 127, out=scale[blocks])
             inverse = torch.where(largest > 0, 127 / largest, 0.0).to(part.dtype)
-            body[start:stop].view(rows, -1).copy_((part * inverse[:, None]).round_().clamp_(-127, 127))
+            body[at].view(rows, -1).copy_((part * inverse[:, None]).round_().clamp_(-127, 127))
 
-    def decode(self, payload: Tensor, out: Tensor) -> None:
-        blocks = -(-out.numel() // self.BLOCK)
-        whole = out.numel() // self.BLOCK
-        scale = payload[: 4 * blocks].view(torch.float32)
-        body = payload[4 * blocks :].view(torch.int8)
-        for start, stop, rows in self._spans(out.numel(), whole):
-            at = slice(start // self.BLOCK, start // self.BLOCK + rows)
-            target = out[start:stop].view(rows, -1)
-            target.copy_(body[start:stop].view(rows, -1)).mul_(scale[at, None].to(target.dtype))
+    def decode(self, payload: Tensor, out: Tensor, start: int, elements: int) -> None:
+        scale, body = self._fields(payload, elements)
+        for rows, at, blocks in self._rows(start, out.numel()):
+            part = out[at.start - start : at.stop - start].view(rows, -1)
+            part.copy_(body[at].view(rows, -1)).mul_(scale[blocks, None].to(part.dtype))
 
-    def _spans(self, elements: int, whole: int) -> list[tuple[int, int, int]]:
-        """The whole blocks as one matrix, then the rest as one shorter row."""
-        spans = [(0, whole * self.BLOCK, whole)] if whole else []
-        if elements > whole * self.BLOCK:
-            spans.append((whole * self.BLOCK, elements, 1))
-        return spans
+    def _fields(self, payload: Tensor, elements: int) -> tuple[Tensor, Tensor]:
+        split = 4 * -(-elements // self.block)
+        return payload[:split].view(torch.float32), payload[split:].view(torch.int8)
+
+    def _rows(self, start: int, elements: int) -> Iterator[tuple[int, slice, slice]]:
+        """The whole blocks as one matrix, then the rest as one shorter row: (rows, elements, blocks)."""
+        first, whole = start // self.block, elements // self.block
+        middle = start + whole * self.block
+        if whole:
+            yield whole, slice(start, middle), slice(first, first + whole)
+        if start + elements > middle:
+            yield 1, slice(middle, start + elements), slice(first + whole, first + whole + 1)
 
 
 WIRES: dict[str, Wire] = {
