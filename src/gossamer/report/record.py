@@ -64,11 +64,8 @@ def write_record(
         path.mkdir(parents=True, exist_ok=True)
         (path / "record.json").write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
         lines = [f"# {path.name}", "", f"    {record['command']}", ""]
-        machine = record["environment"]
-        lines += [
-            f"{machine['cpu']}, {machine['cores']} cores; torch {machine['versions'].get('torch', '?')}. {note}".strip(),
-            "",
-        ]
+        versions = environment["versions"]
+        lines += [f"{environment['cpu']}, {environment['cores']} cores; torch {versions['torch']}. {note}".strip(), ""]
         (path / "README.md").write_text("\n".join(lines) + summary.rstrip() + "\n\nRaw samples: `record.json`.\n")
     except OSError as error:
         raise InputError(
