@@ -80,6 +80,8 @@ def test_links_are_shared_equally():
     got = share(arrival, work)
     for row in range(3):
         assert got[row] == pytest.approx(reference(arrival[row], work[row]), abs=2e-3)
+        pairs = share(arrival[:, :2], work[:, :2])
+        assert pairs[row] == pytest.approx(reference(arrival[row, :2], work[row, :2]), abs=2e-3)
     padded = np.c_[arrival, np.full(3, np.inf)]
     assert share(padded, np.c_[work, np.zeros(3)])[:, :5] == pytest.approx(got)
     together = share(np.zeros((1, 4)), np.full((1, 4), 0.5))

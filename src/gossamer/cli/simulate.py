@@ -235,12 +235,14 @@ def _write(
     from gossamer.trace import write_chrome
 
     traces = [predicted_trace(m, setting, r) for m, r in results.items()]
+    unit = _describe(setting)["unit"]
+    axis = None if unit == "s" else f"{unit}s"
     if trace is not None:
         write_chrome(traces[0], trace)
     if html is not None:
         from gossamer.report.timeline import draw
 
-        draw(traces, html)
+        draw(traces, html, unit=axis)
     if plot is not None:
         from gossamer.report.timeline import draw, draw_scaling
 
@@ -248,9 +250,9 @@ def _write(
             lines: dict[str, list[tuple[int, float]]] = {}
             for row in curve:
                 lines.setdefault(row["method"], []).append((row["workers"], row["step_time"]))
-            draw_scaling(lines, plot, unit=_describe(setting)["unit"])
+            draw_scaling(lines, plot, unit=unit)
         else:
-            draw(traces, plot)
+            draw(traces, plot, unit=axis)
 
 
 def _print(setting: Setting, rows: list[dict[str, Any]], curve: list[dict[str, Any]]) -> None:

@@ -21,8 +21,8 @@ MAX_PICTURE_ROWS = 64
 TALL, THIN = 0.62, 0.26  # heights of a worker's own bar and of its exchanges' bar
 
 
-def draw(traces: Sequence[Trace], path: str | Path, *, title: str = "") -> Path:
-    """Write the timelines to `path`: .html, .svg, .png or .pdf."""
+def draw(traces: Sequence[Trace], path: str | Path, *, title: str = "", unit: str | None = None) -> Path:
+    """Write the timelines to `path`: .html, .svg, .png or .pdf. Times are seconds unless `unit` says otherwise."""
     path = Path(path)
     if not traces or not any(t.spans for t in traces):
         raise InputError("there is nothing to draw: the trace has no spans; ask for some, e.g. --trace-steps 8")
@@ -31,9 +31,9 @@ def draw(traces: Sequence[Trace], path: str | Path, *, title: str = "") -> Path:
         raise InputError(f"{count} spans are too many to draw (at most {MAX_SPANS}); use fewer workers or steps")
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".html":
-        _html(traces, path, title)
+        _html(traces, path, title, unit)
     elif path.suffix in (".svg", ".png", ".pdf"):
-        _picture(traces, path, title)
+        _picture(traces, path, title, unit)
     else:
         raise InputError(f"cannot draw to {str(path)!r}; name a file that ends in .html, .svg, .png or .pdf")
     return path
@@ -50,7 +50,7 @@ def _place(span: Span, row: float) -> tuple[float, float]:
     return row, TALL
 
 
-def _picture(traces: Sequence[Trace], path: Path, title: str) -> None:
+def _picture(traces: Sequence[Trace], path: Path, title: str, unit: str | None) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -67,7 +67,7 @@ def _picture(traces: Sequence[Trace], path: Path, title: str) -> None:
         gridspec_kw={"height_ratios": [min(t.workers, MAX_PICTURE_ROWS) for t in traces]},
     )
     end = max(s.end for t in traces for s in t.spans)
-    name, scale = _unit(end)
+    name, scale = (unit, 1.0) if unit else _unit(end)
     for trace, axis in zip(traces, axes[:, 0], strict=True):
         shown = min(trace.workers, MAX_PICTURE_ROWS)
         bars: dict[tuple[str, int, bool], list[tuple[float, float]]] = {}
@@ -109,11 +109,11 @@ def _picture(traces: Sequence[Trace], path: Path, title: str) -> None:
     plt.close(figure)
 
 
-def _html(traces: Sequence[Trace], path: Path, title: str) -> None:
+def _html(traces: Sequence[Trace], path: Path, title: str, unit: str | None) -> None:
     import plotly.graph_objects as go
 
     end = max(s.end for t in traces for s in t.spans)
-    name, scale = _unit(end)
+    name, scale = (unit, 1.0) if unit else _unit(end)
     bars: dict[tuple[str, bool], dict[str, list[Any]]] = {}
     ticks: list[tuple[float, str]] = []
     headings: list[tuple[float, str]] = []
@@ -159,13 +159,17 @@ def _html(traces: Sequence[Trace], path: Path, title: str) -> None:
         barmode="overlay",
         plot_bgcolor="white",
         height=int(150 + 30 * base),
-        margin={"l": 130, "r": 20, "t": 60 if title else 30, "b": 50},
-        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 1, "xanchor": "right"},
+        margin={"l": 130, "r": 20, "t": 80 if title else 40, "b": 50},
+        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "xanchor": "left"},
         dragmode="zoom",
     )
     figure.update_xaxes(title=f"time ({name})", range=[0, end * scale], gridcolor="#eeeeee")
     figure.update_yaxes(
-        tickvals=[t for t, _ in ticks], ticktext=[t for _, t in ticks], range=[base, -0.4], zeroline=False
+        tickvals=[t for t, _ in ticks],
+        ticktext=[t for _, t in ticks],
+        range=[base, -0.4],
+        zeroline=False,
+        ticksuffix="  ",
     )
     # the script stands in the page itself: it opens without a network
     figure.write_html(path, include_plotlyjs=True, full_html=True, config={"displaylogo": False, "scrollZoom": True})

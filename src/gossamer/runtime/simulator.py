@@ -166,6 +166,8 @@ def share(arrival: Floats, work: Floats) -> Floats:
     """
     if arrival.shape[1] == 1:
         return arrival + work
+    if arrival.shape[1] == 2:
+        return _share_two(arrival, work)
     end = arrival.copy()
     left = work.copy()
     now = arrival.min(axis=1)
@@ -189,6 +191,18 @@ def share(arrival: Floats, work: Floats) -> Floats:
         end = np.where(ends_now, then[:, None], end)
         now = then
     return end
+
+
+def _share_two(arrival: Floats, work: Floats) -> Floats:
+    """`share` for two jobs a server: alone until the second arrives, half the speed while both are there."""
+    swap = arrival[:, 1] < arrival[:, 0]
+    first, second = arrival.min(axis=1), arrival.max(axis=1)
+    own, other = np.where(swap, work[:, 1], work[:, 0]), np.where(swap, work[:, 0], work[:, 1])
+    left = np.maximum(own - (second - first), 0.0)
+    both = np.minimum(left, other)
+    end_first = np.where(left > 0, second + left + both, first + own)
+    end_second = second + other + both
+    return np.stack([np.where(swap, end_second, end_first), np.where(swap, end_first, end_second)], axis=1)
 
 
 def simulate(
