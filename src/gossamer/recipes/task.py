@@ -1,0 +1,139 @@
+"""What the training loop knows of a task, and nothing else: a model, batches, a loss, an evaluation."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor, nn
+
+from gossamer import InputError
+
+TASKS = ("vision", "translate", "lm")
+
+
+class TaskOptions(BaseModel):
+    """What every task can be told; each task adds its own. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    data: Path | None = None
+    """The real data set; without it the task uses its embedded one, which needs no download."""
+    batch: int = Field(32, ge=1)
+    """Samples in the LOCAL batch: what one worker computes in one step."""
+    partition: str = "iid"
+    """Who gets which samples: `iid` or `dirichlet:ALPHA` (skewed; the smaller ALPHA, the more)."""
+    label_smoothing: float = Field(0.0, ge=0.0, lt=1.0)
+    """Share of the target's probability that is spread over all classes."""
+    evaluate_on: int = Field(512, ge=1)
+    """Samples that an evaluation during training looks at; the final one looks at all of them."""
+
+
+class Batches(Iterator[Any]):
+    """A worker's endless stream of batches.
+
+    `batch(i)` gives the i-th one and depends on nothing but i, so the position is the whole state, and a resumed
+    run sees the same next batch, augmentation included.
+    """
+
+    def __init__(self, batch: Callable[[int], Any]) -> None:
+        self._batch = batch
+        self._position = 0
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> Any:
+        batch = self._batch(self._position)
+        self._position += 1
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._position = int(state["position"])
+
+
+class Task(Protocol):
+    """A task is data and a model; how it is trained is the loop's business."""
+
+    name: str
+    unit: str
+    """What throughput counts: `images` or `tokens`."""
+    metric: str
+    """The quality that is compared: `accuracy`, `bleu` or `loss`."""
+    higher_is_better: bool
+
+    def model(self, seed: int) -> nn.Module:
+        """The same seed gives the same initial weights; torch's global generator is left as it was."""
+
+    def batches(self, worker: int, workers: int, *, seed: int) -> Batches:
+        """This worker's stream; all workers pass the same seed, and together see each sample once an epoch."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The scalar training loss. It calls nothing but `model(...)`, so that wrappers (DDP) and torch.func work."""
+
+    def size(self, batch: Any) -> int:
+        """How many units the batch holds."""
+
+    def evaluate(self, model: nn.Module, *, final: bool = False) -> dict[str, float]:
+        """At least `loss` (validation, without smoothing) and the metric; `final` uses the whole test set."""
+
+    def describe(self) -> dict[str, Any]:
+        """Facts about data and model for the run's folder; JSON."""
+
+
+def options_type(name: str) -> type[TaskOptions]:
+    """The task's validated options: their fields are its flags and its keys in a configuration file."""
+    return _module(name).Options  # type: ignore[no-any-return]
+
+
+def make_task(name: str, options: TaskOptions | Mapping[str, Any] | None = None) -> Task:
+    kind = options_type(name)
+    if not isinstance(options, kind):
+        values = options.model_dump(exclude_unset=True) if isinstance(options, TaskOptions) else dict(options or {})
+        try:
+            options = kind(**values)
+        except ValidationError as error:
+            raise InputError(_sentence(name, kind, error)) from None
+    return _module(name).make(options)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[nn.Module]:
+    """The bare model in evaluation mode without gradients; every module gets its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield bare
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Weights drawn inside depend on the seed only, and the caller's random numbers do not move."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def _module(name: str) -> Any:
+    if name not in TASKS:
+        raise InputError(f"unknown task {name!r}: choose one of {', '.join(TASKS)}")
+    return import_module(f"gossamer.recipes.{name}")
+
+
+def _sentence(name: str, kind: type[TaskOptions], error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"task {name!r} has no option {key!r}: it knows {', '.join(kind.model_fields)}"
+    return f"option {key!r} of task {name!r} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
