@@ -64,6 +64,9 @@ def simulate(
     trace_steps: Annotated[int, typer.Option(help="Steps in timelines.")] = 8,
     html: Annotated[Path | None, _file("--html", "Write the timelines as a web page.")] = None,
     plot: Annotated[Path | None, _file("--plot", "Draw the timelines, or the scaling curve (.svg, .png).")] = None,
+    contour: Annotated[
+        Path | None, _file("--contour", "Draw the saving over γ and ω for three σ, by the method's topology.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict step times: on a described cluster, or from γ, ω and σ in units of the mean compute time."""
@@ -76,6 +79,8 @@ def simulate(
         raise InputError(f"--methods {methods!r} names no method; write for example ddp,dadam:aer")
     if trace is not None and len(chosen) > 1:
         raise InputError("--trace writes one method's timeline; pass one --method, or use --html for several")
+    if contour is not None and gamma is None and cluster is None:
+        gamma = 1.0  # the picture spans γ anyway
     setting = _setting(cluster, nodes, per_node, n, gamma, omega, sigma, jitter, model_mb)
     asked: dict[str, Any] = {"staleness": staleness, "every": every, "combine": "atc" if atc else "awc"}
     named = {"buckets": buckets, "stagger": stagger, "hierarchical": hierarchical, "in_flight": in_flight}
@@ -95,6 +100,8 @@ def simulate(
     rows = [_row(m, r, ddp) for m, r in results.items()]
     curve = _scaling(scaling, setting, chosen, run) if scaling else []
     _write(results, setting, trace, html, plot, curve)
+    if contour is not None:
+        _contour(contour, chosen, setting.layout, seed)
     if as_json:
         single = rows[0] if len(rows) == 1 else {}
         listed = {"methods": rows} if len(rows) > 1 else {}
@@ -253,6 +260,22 @@ def _write(
             draw_scaling(lines, plot, unit=unit)
         else:
             draw(traces, plot, unit=axis)
+
+
+def _contour(path: Path, chosen: tuple[Method, ...], layout: Layout, seed: int) -> None:
+    import numpy as np
+
+    from gossamer.report.timeline import draw_contours
+    from gossamer.runtime.closed_form import contour
+    from gossamer.topology import build
+
+    method = next((m for m in chosen if m.topology is not None), None)
+    if method is None or method.topology is None:
+        raise InputError("--contour needs a method with a topology; pass for example --method dadam:aer")
+    topology = build(method.topology, layout)
+    gammas, omegas = np.linspace(0.25, 4, 16), np.linspace(0.1, 1.2, 12)
+    made = [contour(topology, gammas, omegas, sigma=s, steps=200, seed=seed) for s in (0.0, 0.1, 0.3)]
+    draw_contours(made, path, title=f"{method.topology} over all-reduce, {layout}")
 
 
 def _print(setting: Setting, rows: list[dict[str, Any]], curve: list[dict[str, Any]]) -> None:
