@@ -5,16 +5,18 @@ counters would deadlock: those ahead wait for it while those behind wait for a r
 1. k is the number of rounds a worker has launched.
 2. The store holds a register R per lane that only grows. On entry a worker posts its k, raises R to k and parks:
    parked workers run mix-only rounds while k < R.
-3. A training worker that stands still raises R to its own k as well, so that parked workers serve it.
+3. A training worker that stands still raises R to its own k as well, so that parked workers serve it. If it has
+   several lanes it runs mix-only rounds in the others while k < R there: two workers that skipped different
+   optimizers would otherwise wait for each other, each in another lane.
 4. When all have posted, K is the largest k posted; everybody runs to K.
-The number of mix-only rounds depends only on where everybody entered, so it is deterministic.
+With one lane the number of mix-only rounds depends only on where everybody entered, so it is deterministic.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from gossamer.comm.dist import PrefixStore, Store
@@ -29,6 +31,8 @@ class Counted(Protocol):
     k: int
 
     def mix_only(self) -> None: ...
+
+    def serve(self) -> bool: ...
 
 
 class CatchUp:
@@ -55,7 +59,7 @@ class CatchUp:
                 self.nudge(index, lane.k)
             self._store.add(f"{self._epoch}/posted", 1)
             while self._store.add(f"{self._epoch}/posted", 0) < self._size:
-                if not self._serve(lanes):
+                if not self._serve(enumerate(lanes)):
                     if clock() > deadline:
                         raise PeerError(self._absent(call))
                     time.sleep(POLL)
@@ -66,13 +70,20 @@ class CatchUp:
                     lane.mix_only()
         self._epoch += 1
 
-    def _serve(self, lanes: Sequence[Counted]) -> bool:
-        """One mix-only round for every lane that somebody needs; whether any was."""
+    def assist(self, lanes: Sequence[Counted], waiting: int) -> None:
+        """A training worker that stands still in lane `waiting` takes part in the other lanes meanwhile."""
+        self._serve([(index, lane) for index, lane in enumerate(lanes) if index != waiting])
+
+    def _serve(self, lanes: Iterable[tuple[int, Counted]]) -> bool:
+        """One mix-only round for every lane that somebody needs; whether any was.
+
+        None of them waits: whoever waits in one lane may be the one that others need in another.
+        """
         served = False
-        for index, lane in enumerate(lanes):
-            if lane.k < int(self._store.get(f"{self._epoch}/want/{index}")):
-                lane.mix_only()
-                served = True
+        for index, lane in lanes:
+            key = f"{self._epoch}/want/{index}"
+            if self._store.check([key]) and lane.k < int(self._store.get(key)):
+                served = lane.serve() or served
         return served
 
     def _absent(self, call: str) -> str:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,9 @@ def decentralize(
             flat.unpack()
     catch_up = CatchUp(store, rank, size, timeout)
     gossip = assemble(prepared, transport, catch_up.meet, catch_up.nudge, writer)
+    if len(gossip.lanes) > 1 and size > 1:
+        for lane in gossip.lanes:
+            lane.assist = partial(catch_up.assist, gossip.lanes, lane.index)
     if size > 1:
         watch_first_batch(gossip, model, store, rank, size)
     return gossip

@@ -159,7 +159,7 @@ class Gossip:
             raise GossamerError(f"{call} after close(); call decentralize() again to go on")
         self._meet(self.lanes, call)
         for lane in self.lanes:
-            lane.finish()
+            lane.settle()
 
     def _run(self, steps: Collective) -> Any:
         """Drive a collective on this worker: wait for what it asks for."""
@@ -228,9 +228,12 @@ class Gossip:
         began: list[float] = []
 
         def before(*_: Any) -> None:
-            began.append(clock())
+            if not torch.compiler.is_compiling():
+                began.append(clock())
 
         def after(*_: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             since = began.pop()
             if torch.is_grad_enabled() and self.model.training:
                 self.lanes[0].forwarded(since)

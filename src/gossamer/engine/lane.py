@@ -56,6 +56,7 @@ class Lane:
         self.forced = False  # the round in flight is an exact average that the guard asked for
         self.skips = 0  # steps taken without mixing since the round in flight was launched
         self.owner: object = None
+        self.assist: Callable[[], None] | None = None  # what to do for the other lanes while this one stands still
         self.alone = schedule.topology.n == 1
         largest = max(schedule.topology.layout.per_node)
         if schedule.inside is not None:
@@ -132,12 +133,12 @@ class Lane:
                 self.skips += 1
                 self.meter.skipped += 1
             else:
-                self.finish()
+                self.finish(assisting=True)
                 self.apply()
         self._mark = clock()
 
     @torch.no_grad()
-    def launch(self) -> None:
+    def launch(self, *, combine: bool = True) -> None:
         """Send the parameters as they are now: round k."""
         if self.alone:
             self.k += 1
@@ -152,9 +153,13 @@ class Lane:
         self._post()
         self.k += 1
         self.meter.rounds += 1
-        if self.settings.algorithm == "atc":
-            self.finish()
-            self.apply()
+        if combine and self.settings.algorithm == "atc":
+            self.combine()
+
+    def combine(self) -> None:
+        """Adapt-then-combine: mix what was just sent before going on."""
+        self.finish(assisting=True)
+        self.apply()
 
     def _post(self) -> None:
         """Launch the exchanges of round k: the topology's, or an exact average if the guard forced one."""
@@ -171,18 +176,20 @@ class Lane:
                 self.jobs.append(job)
                 self.channel.launch(job)
 
-    def finish(self) -> None:
+    def finish(self, *, assisting: bool = False) -> None:
         """Wait until the round in flight has arrived, without applying it."""
         for job in self.jobs or ():
-            self.wait(job)
+            self.wait(job, assisting=assisting)
 
     @torch.no_grad()
     def apply(self) -> None:
         """Put the round that arrived into the parameters."""
+        if self.jobs is None:
+            return
         if self._sent is not None:
             for flat in self.flats:
                 flat.pack()
-        for job in self.jobs or ():
+        for job in self.jobs:
             self.meter.exchanged(job)
             if job.result is None:
                 continue
@@ -203,6 +210,22 @@ class Lane:
         self.apply()
         self.launch()
         self.meter.mix_only += 1
+
+    def serve(self) -> bool:
+        """A mix-only round if nothing has to be waited for; whether there was one."""
+        if not all(self.channel.wait(job, 0) for job in self.jobs or ()):
+            return False
+        self.finish()  # raises what went wrong
+        self.apply()
+        self.launch(combine=False)
+        self.meter.mix_only += 1
+        return True
+
+    def settle(self) -> None:
+        """Wait for the round in flight; adapt-then-combine leaves none behind."""
+        self.finish()
+        if self.settings.algorithm == "atc":
+            self.apply()
 
     def average(self, inputs: list[Tensor], outs: list[Tensor], wire: Wire) -> list[Job]:
         """Launch exact global averages of `inputs` (one a bucket) into `outs`. Collective."""
@@ -280,13 +303,15 @@ class Lane:
 
     # -- waiting -----------------------------------------------------------------------------------------------
 
-    def wait(self, job: Job) -> None:
+    def wait(self, job: Job, *, assisting: bool = False) -> None:
         if not job.done:
             since = clock()
             warned = False
             while not self.channel.wait(job, NUDGE_AFTER):
                 waited = clock() - since
                 self._nudge(self.index, self.k)
+                if assisting and self.assist is not None:
+                    self.assist()
                 stuck = self.channel.stuck(job)
                 if stuck is not None:
                     raise stuck

@@ -20,6 +20,8 @@ def watch_first_batch(gossip: Gossip, model: nn.Module, store: Store, rank: int,
     """Note a digest of the first training batch; worker 0 compares them some steps later, without waiting."""
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return  # the hook must not break the user's graph
         if module.training:
             digest = _digest([*args, *kwargs.values()])
             if digest is not None:
