@@ -16,13 +16,15 @@ from gossamer.comm.transport import Channel, Job, PeerError, Transport, clock
 from gossamer.errors import InputError
 
 
-@dataclass
+@dataclass(eq=False)
 class _Message:
     value: Tensor
+    sender: _Running
+    to: int
     taken: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     """A coroutine between two batches: what it still waits to receive, what of its own is not yet taken."""
 
@@ -42,7 +44,7 @@ class Hub:
             raise InputError(f"the number of workers must be a positive integer, got {size}; pass n >= 1")
         self.size = size
         self._mail: dict[tuple[int, int, tuple[int, int]], deque[_Message]] = defaultdict(deque)
-        self._running: list[_Running] = []
+        self._running: dict[tuple[int, tuple[int, int]], _Running] = {}  # by worker and tag
         self._shared: dict[str, dict[int, str]] = defaultdict(dict)
 
     def transport(self, rank: int) -> LocalTransport:
@@ -51,30 +53,30 @@ class Hub:
     def start(self, rank: int, channel: int, job: Job) -> None:
         job.started = clock()
         running = _Running(rank, (channel, job.bucket), job, job.make(Scratch()))
-        self._running.append(running)
-        self._advance(running)
-        self.progress()
-
-    def progress(self) -> None:
-        """Let every coroutine go on until none can."""
-        moved = True
-        while moved:
-            moved = False
-            for running in list(self._running):
-                moved = self._receive(running) or moved
-                if not running.recvs and all(m.taken for m in running.unsent):
-                    self._advance(running)
-                    moved = True
+        self._running[rank, running.tag] = running
+        self._progress(deque([*self._advance(running), running]))
 
     def lagging(self, job: Job) -> list[int]:
-        """Whom a job waits for: the senders of what it has not received."""
-        for running in self._running:
+        """Whom a job waits for: the senders of what it has not received, the receivers of what was not taken."""
+        for running in self._running.values():
             if running.job is job:
-                return sorted({peer for peer, _ in running.recvs})
+                return sorted({peer for peer, _ in running.recvs} | {m.to for m in running.unsent if not m.taken})
         return []
 
-    def _receive(self, running: _Running) -> bool:
-        moved = False
+    def _progress(self, stirred: deque[_Running]) -> None:
+        """Let every coroutine that may go on do so, until none can: those given, and whom they send to or free."""
+        while stirred:
+            running = stirred.popleft()
+            if running.job.done:
+                continue
+            stirred += self._receive(running)
+            if not running.recvs and all(m.taken for m in running.unsent):
+                stirred += self._advance(running)
+                stirred.append(running)
+
+    def _receive(self, running: _Running) -> list[_Running]:
+        """Take what has arrived; whose messages those were."""
+        freed = []
         while running.recvs:
             peer, into = running.recvs[0]
             box = self._mail[peer, running.rank, running.tag]
@@ -84,25 +86,27 @@ class Hub:
             into.copy_(message.value)
             message.taken = True
             running.recvs.popleft()
-            moved = True
-        return moved
+            freed.append(message.sender)
+        return freed
 
-    def _advance(self, running: _Running) -> None:
+    def _advance(self, running: _Running) -> list[_Running]:
+        """Resume a coroutine; whom it sent something."""
         try:
             batch: Batch = next(running.steps)
         except StopIteration as stop:
             running.job.result = stop.value
             running.job.finished = clock()
-            if running in self._running:
-                self._running.remove(running)
-            return
+            del self._running[running.rank, running.tag]
+            return []
         running.recvs = deque(batch.recvs)
         running.unsent = []
         for peer, value in batch.sends:
             running.job.count(peer, value)
-            message = _Message(value)
+            message = _Message(value, running, peer)
             running.unsent.append(message)
             self._mail[running.rank, peer, running.tag].append(message)
+        sent_to = (self._running.get((peer, running.tag)) for peer, _ in batch.sends)
+        return [r for r in sent_to if r is not None]
 
 
 class LocalTransport(Transport):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,10 +66,15 @@ class VirtualCluster:
         if broadcast:
             self._broadcast(workers)
         self.gossips = [assemble(w, self.hub.transport(w.rank), self._refuse, self._nudge, None) for w in workers]
+        for gossip in self.gossips:
+            for lane in gossip.lanes:
+                lane.combine = partial(self._combine, lane.index)  # type: ignore[method-assign]
         return self.gossips
 
     def park(self, rank: int) -> None:
         """Worker `rank` has no more data: it takes part in its neighbors' rounds without steps of its own."""
+        if rank not in range(self.layout.n):
+            raise InputError(f"cannot park worker {rank!r}: the workers are 0..{self.layout.n - 1}")
         self._parked.add(rank)
 
     def catch_up(self) -> None:
@@ -112,6 +118,7 @@ class VirtualCluster:
             raise InputError(f"{len(states)} states for {len(self.gossips)} virtual workers; pass one each")
         for gossip, state in zip(self.gossips, states, strict=True):
             gossip._check_state(state)
+        self.catch_up()
         for gossip, state in zip(self.gossips, states, strict=True):
             gossip._load(state)
 
@@ -125,6 +132,8 @@ class VirtualCluster:
         for gossip in self.gossips:
             gossip._stop(drain=0.0)
         self.gossips = []
+        self._parked.clear()
+        self.hub = Hub(self.layout.n)  # without the messages nobody took
 
     def __enter__(self) -> VirtualCluster:
         return self
@@ -159,5 +168,15 @@ class VirtualCluster:
         """A worker stands still: parked workers go on to its round."""
         for rank in sorted(self._parked):
             parked = self.gossips[rank].lanes[lane]
-            if parked.k < k:
+            while parked.k < k:
                 parked.mix_only()
+
+    def _combine(self, index: int) -> None:
+        """Adapt-then-combine without threads: a worker's values are mixed as soon as all it needs have stepped, which
+        is before its own next forward pass."""
+        lanes = [g.lanes[index] for g in self.gossips]
+        slowest = min((lane.k for lane in lanes if lane.rank not in self._parked), default=0)
+        for lane in lanes:
+            if lane.jobs is not None and all(job.done for job in lane.jobs):
+                lane.apply()
+        self._nudge(index, slowest)

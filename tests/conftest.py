@@ -1,0 +1,1 @@
+"""Makes tests/reference.py importable by the tests of every folder."""
