@@ -223,7 +223,8 @@ def _across(
 def _weighted(round: Round, group: Sequence[int], layout: Layout, worker: int, size: int) -> Program:
     take = {(i, j): w for i, j, w in round.weights or ()}
     steps: list[Step] = []
-    for matching in _colors(frozenset(frozenset(e) for e in take if e[0] in set(group))):
+    members = set(group)
+    for matching in edge_colors(e for e in take if e[0] in members):
         for edge in matching:
             if worker not in edge:
                 continue
@@ -242,8 +243,9 @@ def _weighted(round: Round, group: Sequence[int], layout: Layout, worker: int, s
     return tuple(steps)
 
 
-def _colors(edges: frozenset[frozenset[int]]) -> list[list[frozenset[int]]]:
-    """A proper edge coloring: every color is a matching. The same on every worker."""
+def edge_colors(pairs: Iterable[Sequence[int]]) -> list[list[frozenset[int]]]:
+    """A proper edge coloring of a graph: every color is a matching. The same on every worker."""
+    edges = {frozenset(p) for p in pairs}
     if not edges:
         return []
     graph: nx.Graph[int] = nx.Graph()

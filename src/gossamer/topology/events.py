@@ -1,0 +1,98 @@
+"""Asynchronous gossip's events: who averages with whom, when. The same sequence on every worker, from a shared seed.
+
+An edge (i, j) of the union graph fires with intensity lambda_ij = rate (1/deg_i + 1/deg_j) / 2, so that a worker of a
+regular graph takes part in `rate` exchanges a time unit. Every worker draws the whole sequence and performs its own
+part of it in order: free of deadlock (the earliest event that is left can always go on), reproducible, and without a
+coordinator. Where an exchange takes long, workers that wait for each other's order lose time; then `pairing="rounds"`
+fires a whole random color of an edge coloring at once, so that all of its pairs exchange side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from gossamer.errors import InputError
+from gossamer.topology.core import Topology
+from gossamer.topology.plan import edge_colors
+
+CHUNK = 4096  # draws at a time
+
+
+class Event(NamedTuple):
+    """Event `number` of the sequence: workers i < j exchange at `time`, in mean gradient times."""
+
+    number: int
+    time: float
+    i: int
+    j: int
+
+    def peer_of(self, worker: int) -> int:
+        return self.j if worker == self.i else self.i
+
+
+@dataclass(frozen=True)
+class Events:
+    """The sequence. `gaps`: exponential ("poisson") or equal ("fixed") gaps between events."""
+
+    topology: Topology
+    rate: float = 1.0
+    seed: int = 0
+    gaps: Literal["poisson", "fixed"] = "poisson"
+    pairing: Literal["edges", "rounds"] = "edges"
+
+    def __post_init__(self) -> None:
+        if not (self.rate > 0 and math.isfinite(self.rate)):
+            raise InputError(f"rate must be a positive number of exchanges a gradient, got {self.rate}")
+        if self.gaps not in ("poisson", "fixed"):
+            raise InputError(f"gaps must be 'poisson' or 'fixed', got {self.gaps!r}")
+        if self.pairing not in ("edges", "rounds"):
+            raise InputError(f"pairing must be 'edges' or 'rounds', got {self.pairing!r}")
+        if not self.topology.connected:
+            raise InputError(f"topology {self.topology.name!r} is not connected; asynchronous gossip needs it to be")
+
+    @cached_property
+    def edges(self) -> np.ndarray:
+        """The union graph, a row (i, j) an edge; a double edge has two rows."""
+        return self.topology.union_edges()
+
+    @cached_property
+    def intensity(self) -> np.ndarray:
+        """Exchanges of each edge in a time unit."""
+        degree = np.bincount(self.edges.ravel(), minlength=self.topology.n)
+        i, j = self.edges.T
+        return np.asarray(self.rate * 0.5 * (1.0 / degree[i] + 1.0 / degree[j]))
+
+    def stream(self, *, after: int = -1, since: float = 0.0) -> Iterator[Event]:
+        """All events with a number above `after`; the clock starts at `since`."""
+        if not len(self.edges):
+            return
+        random = np.random.default_rng([self.seed, 0x60551])
+        time, number = since, 0
+        total = float(self.intensity.sum())
+        if self.pairing == "edges":
+            groups = [self.edges[e : e + 1] for e in range(len(self.edges))]
+            weights = self.intensity / total
+            mean_gap = 1.0 / total
+        else:
+            groups = [np.array([sorted(e) for e in color]) for color in edge_colors(map(tuple, self.edges.tolist()))]
+            weights = np.full(len(groups), 1.0 / len(groups))
+            mean_gap = float(np.mean([len(g) for g in groups])) / total
+        while True:
+            waits = random.exponential(mean_gap, CHUNK) if self.gaps == "poisson" else np.full(CHUNK, mean_gap)
+            picks = random.choice(len(groups), CHUNK, p=weights)
+            for gap, pick in zip(waits.tolist(), picks.tolist(), strict=True):
+                time += gap
+                for i, j in groups[pick].tolist():
+                    if number > after:
+                        yield Event(number, time, i, j)
+                    number += 1
+
+    def of(self, worker: int, *, after: int = -1, since: float = 0.0) -> Iterator[Event]:
+        """The events that `worker` takes part in."""
+        return (e for e in self.stream(after=after, since=since) if worker in (e.i, e.j))
