@@ -45,6 +45,8 @@ def test_stragglers_tell_workers_from_links():
     assert found["worker 1"].share == pytest.approx(8 / (2 * 4 * 3.5))
     assert found["link 0-1"].seconds == pytest.approx(4 * 2 * 0.5)
     assert "worker 0" not in found
+    together = two_workers(3.0, link=0.5)
+    assert "inside node 0" in {b.cause for b in stragglers(Trace(together.spans, (0, 0)))}
     assert stragglers(Trace((Span("compute", 0, 0, 1, {"step": 0}),), (0,))) == []
 
 

@@ -79,13 +79,13 @@ def stragglers(trace: Trace) -> list[Blame]:
         peer = s.attrs.get("peer")
         if peer is None:
             link = s.attrs.get("link")
-            charge(f"link {link}" if link is not None else "unknown", s.worker, s.seconds)
+            charge(_link(str(link)) if link is not None else "unknown", s.worker, s.seconds)
             continue
         at = launched.get((peer, s.attrs.get("round"), s.attrs.get("bucket")), s.end)
         late = min(max(at, s.start), s.end)
         charge(f"worker {peer}", s.worker, late - s.start)
         ends = sorted((trace.node[s.worker], trace.node[peer]))
-        charge(f"link {ends[0]}-{ends[1]}", s.worker, s.end - late)
+        charge(_link(f"{ends[0]}-{ends[1]}"), s.worker, s.end - late)
     total = summarize(trace)
     time = total.step_time * total.steps * trace.workers
     made = [
@@ -99,6 +99,11 @@ def stragglers(trace: Trace) -> list[Blame]:
         for cause, seconds in cost.items()
     ]
     return sorted(made, key=lambda b: -b.seconds)
+
+
+def _link(ends: str) -> str:
+    a, _, b = ends.partition("-")
+    return f"inside node {a}" if a == b else f"link {ends}"
 
 
 @dataclass(frozen=True)
