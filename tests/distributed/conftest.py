@@ -5,7 +5,6 @@ import torch
 
 from gossamer.lab import WorkerPool
 
-
 # A store looks up the names of those who connect; a name server that does not answer must not hold up the tests.
 QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
 

@@ -7,10 +7,10 @@ from gossamer.comm.dist import (
     ddp_process_group,
     default_store,
     group_ranks,
-    node_group_of,
     node_name,
     rank_and_size,
     sharded_ranks,
+    subgroup_of,
 )
 from gossamer.comm.exchange import Mixed, Scratch, arrived, exchange, room_for
 from gossamer.comm.gloo import GlooTransport
@@ -40,10 +40,10 @@ __all__ = [
     "default_store",
     "exchange",
     "group_ranks",
-    "node_group_of",
     "node_name",
     "rank_and_size",
     "room_for",
     "sharded_ranks",
+    "subgroup_of",
     "wire_named",
 ]

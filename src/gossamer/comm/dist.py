@@ -41,9 +41,13 @@ def gloo_device() -> Any:
     return ProcessGroupGloo.create_default_device()
 
 
-def broadcast_from_zero(tensors: list[Tensor], group: Any = None) -> None:
+def broadcast_from_first(tensors: list[Tensor], group: Any = None) -> None:
     for tensor in tensors:
-        dist.broadcast(tensor, src=0, group=group)
+        if tensor.numel():
+            whole = tensor.contiguous()
+            dist.broadcast(whole, group=group, group_src=0)
+            if whole is not tensor:
+                tensor.copy_(whole)
 
 
 def node_name() -> str:
@@ -71,12 +75,13 @@ def sharded_ranks(parameter: Tensor) -> list[int]:
     return [int(r) for r in mesh.mesh.flatten().tolist()]
 
 
-_node_groups: dict[tuple[tuple[int, ...], ...], Any] = {}
+_subgroups: dict[tuple[tuple[int, ...], ...], tuple[Any, Any]] = {}
 
 
-def node_group_of(members: tuple[tuple[int, ...], ...]) -> Any:
-    """The process group of this worker's node; made once, collectively."""
-    if members not in _node_groups:
+def subgroup_of(members: tuple[tuple[int, ...], ...]) -> Any:
+    """This worker's group of a partition into groups, such as the nodes; made once a process group, collectively."""
+    world = dist.group.WORLD
+    if members not in _subgroups or _subgroups[members][0] is not world:
         mine, _ = dist.new_subgroups_by_enumeration([list(m) for m in members])  # type: ignore[no-untyped-call]
-        _node_groups[members] = mine
-    return _node_groups[members]
+        _subgroups[members] = (world, mine)
+    return _subgroups[members][1]

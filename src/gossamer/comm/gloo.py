@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gossamer.comm.dist import PrefixStore, ProcessGroupGloo, Store, broadcast_from_zero, gloo_device
+from gossamer.comm.dist import PrefixStore, ProcessGroupGloo, Store, broadcast_from_first, gloo_device, subgroup_of
 from gossamer.comm.exchange import Batch, Scratch
 from gossamer.comm.transport import Channel, Job, PeerError, Transport, clock
 
@@ -81,8 +81,8 @@ class GlooTransport(Transport):
                 ) from error
         return [self._store.get(key).decode() for key in keys]
 
-    def broadcast(self, tensors: list[Tensor]) -> None:
-        broadcast_from_zero(tensors, self._group)
+    def broadcast(self, tensors: list[Tensor], among: tuple[tuple[int, ...], ...] | None = None) -> None:
+        broadcast_from_first(tensors, self._group if among is None else subgroup_of(among))
 
     def close(self) -> None:
         self._edges.clear()

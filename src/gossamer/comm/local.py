@@ -121,7 +121,7 @@ class LocalTransport(Transport):
     def share(self, name: str, text: str) -> list[str]:
         raise InputError("virtual workers are made together by VirtualCluster, which shares on their behalf")
 
-    def broadcast(self, tensors: list[Tensor]) -> None:
+    def broadcast(self, tensors: list[Tensor], among: tuple[tuple[int, ...], ...] | None = None) -> None:
         raise InputError("virtual workers are made together by VirtualCluster, which copies on their behalf")
 
 

@@ -92,8 +92,8 @@ class Transport(ABC):
         """Everybody's `text` for `name`, by rank. Collective."""
 
     @abstractmethod
-    def broadcast(self, tensors: list[Tensor]) -> None:
-        """Worker 0's values into everybody's tensors. Collective."""
+    def broadcast(self, tensors: list[Tensor], among: tuple[tuple[int, ...], ...] | None = None) -> None:
+        """Worker 0's values into everybody's tensors, or in each group of `among` its first worker's. Collective."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Release sockets and threads."""

@@ -12,14 +12,14 @@ from torch.optim import LBFGS, Optimizer
 
 from gossamer.comm import Transport, ddp_process_group, group_ranks, sharded_ranks, wire_named
 from gossamer.engine.control import Control
-from gossamer.engine.flat import Bucket, Flat, cut, flatten, is_sharded
+from gossamer.engine.flat import Bucket, Flat, cut, flatten, is_sharded, refuse_overlaps
 from gossamer.engine.gossip import Gossip, Meet
 from gossamer.engine.lane import Lane
 from gossamer.engine.meter import Meter
 from gossamer.engine.settings import Filter, Settings
 from gossamer.engine.sketch import Sketcher
 from gossamer.errors import InputError
-from gossamer.topology import Layout, Topology, resolve
+from gossamer.topology import Layout, resolve
 from gossamer.topology.schedule import Schedule
 from gossamer.trace import TraceWriter
 
@@ -60,6 +60,7 @@ def prepare(
         raise InputError("decentralize() needs at least one optimizer, got an empty list")
     schedule, bare = _schedule(model, topology, settings, layout, rank)
     lanes = _lanes(bare, optimizers, parameters)
+    refuse_overlaps(bare.named_parameters())
     flats = [flatten(named) for named in lanes]
     size = None if settings.bucket_mb is None else max(1, round(settings.bucket_mb * 2**20))
     buckets = [cut(f, size, schedule.topology.period) for f in flats]
@@ -177,7 +178,3 @@ def assemble(
             )
         lanes.append(lane)
     return Gossip(p.model, lanes, settings, transport, control, meet, writer, slots)
-
-
-def topology_of(prepared: Prepared) -> Topology:
-    return prepared.schedule.topology

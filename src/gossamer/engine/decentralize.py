@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,12 +20,13 @@ from gossamer.comm import (
     PrefixStore,
     Transport,
     default_store,
-    node_group_of,
     node_name,
     rank_and_size,
+    subgroup_of,
 )
-from gossamer.engine.assemble import Prepared, assemble, prepare, topology_of
+from gossamer.engine.assemble import Prepared, assemble, prepare
 from gossamer.engine.describe import agree, describe
+from gossamer.engine.flat import is_sharded
 from gossamer.engine.gossip import Gossip
 from gossamer.engine.samebatch import watch_first_batch
 from gossamer.engine.settings import ConsensusGuard, Filter, Settings
@@ -87,6 +89,7 @@ def decentralize(
     transport = _transport(model, store, rank, size, timeout)
     layout = _layout(transport.share("node", node_name()))
     prepared: Prepared | None = None
+    cause: Exception | None = None
     try:
         settings = Settings(
             algorithm=algorithm,
@@ -104,15 +107,14 @@ def decentralize(
         )
         prepared = prepare(model, optimizer, topology, settings, parameters, layout, rank)
         writer = _writer(trace, rank, layout)
-        said = describe(settings, topology_of(prepared), prepared.buckets)
-    except GossamerError as error:
-        said = {"error": str(error)}
-    agree(transport.share("description", json.dumps(said)))
+        said = describe(prepared)
+    except Exception as error:  # the others must hear of it, whatever it is
+        said = {"error": str(error) if isinstance(error, GossamerError) else f"{type(error).__name__}: {error}"}
+        cause = error
+    agree(transport.share("description", json.dumps(said)), cause)
     assert prepared is not None
     if broadcast and size > 1:
-        transport.broadcast(starting_values(prepared))
-        for flat in itertools.chain.from_iterable(prepared.flats):
-            flat.unpack()
+        _broadcast(prepared, transport)
     catch_up = CatchUp(store, rank, size, timeout)
     gossip = assemble(prepared, transport, catch_up.meet, catch_up.nudge, writer)
     if len(gossip.lanes) > 1 and size > 1:
@@ -123,11 +125,26 @@ def decentralize(
     return gossip
 
 
+@torch.no_grad()
+def _broadcast(prepared: Prepared, transport: Transport) -> None:
+    values = starting_values(prepared)
+    if prepared.schedule.ranks is None:
+        transport.broadcast(values)
+        return
+    # Shards come from the worker of the first node that holds the same shard.
+    count = len(values) - len(list(prepared.model.buffers()))
+    transport.broadcast(values[:count], tuple(zip(*prepared.layout.members, strict=True)))
+    transport.broadcast(values[count:])
+    for flat in itertools.chain.from_iterable(prepared.flats):
+        flat.unpack()
+
+
 def starting_values(prepared: Prepared) -> list[Tensor]:
     """All that must be equal at the start: mixed parameters, frozen or local parameters, buffers."""
     flats = [f.buffer for f in itertools.chain.from_iterable(prepared.flats)]
     mixed = {id(p.parameter) for f in itertools.chain.from_iterable(prepared.flats) for p in f.places}
-    rest = [p.detach() for p in prepared.model.parameters() if id(p) not in mixed]
+    others = [p.detach() for p in prepared.model.parameters() if id(p) not in mixed]
+    rest = [p.to_local() if is_sharded(p) else p for p in others]  # type: ignore[attr-defined]
     return [*flats, *rest, *(b.detach() for b in prepared.model.buffers())]
 
 
@@ -136,7 +153,7 @@ def node_group() -> Any:
     rank, size = rank_and_size()
     store = PrefixStore(f"gossamer/node-group/{next(_calls)}", default_store())
     names = GlooTransport(store, rank, size, 300.0).share("node", node_name())
-    return node_group_of(_layout(names).members)
+    return subgroup_of(_layout(names).members)
 
 
 def _layout(names: Sequence[str]) -> Layout:

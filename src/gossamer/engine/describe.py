@@ -8,14 +8,18 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from gossamer.engine.flat import Bucket
-from gossamer.engine.settings import Settings
+from gossamer.engine.assemble import Prepared
 from gossamer.errors import InputError
-from gossamer.topology import Topology
 
 
-def describe(settings: Settings, topology: Topology, lanes: Sequence[Sequence[Bucket]]) -> dict[str, Any]:
-    """A worker's settings, topology, parameters and buckets, as plain values in a fixed order."""
+def describe(prepared: Prepared) -> dict[str, Any]:
+    """A worker's settings, topology, parameters, buffers and buckets, as plain values in a fixed order."""
+    settings, topology, lanes, model = (
+        prepared.settings,
+        prepared.schedule.topology,
+        prepared.buckets,
+        prepared.model,
+    )
     rounds = [topology.rounds[k] for k in range(min(topology.period, 64))]
     return {
         "settings": asdict(settings),
@@ -28,19 +32,24 @@ def describe(settings: Settings, topology: Topology, lanes: Sequence[Sequence[Bu
         },
         "parameters": [
             [[p.name, list(p.parameter.shape), str(p.parameter.dtype)] for p in flat.places]
-            for buckets in lanes
-            for flat in {id(b.flat): b.flat for b in buckets}.values()
+            for flats in prepared.flats
+            for flat in flats
         ],
-        "buckets": [[b.x.numel() for b in buckets] for buckets in lanes],
+        "model": [
+            [[name, list(t.shape), str(t.dtype)] for name, t in tensors]
+            for tensors in (model.named_parameters(), model.named_buffers())
+        ],
+        # a node's shards may have different sizes; those of different nodes then still match
+        "buckets": [] if prepared.schedule.ranks else [[b.x.numel() for b in buckets] for buckets in lanes],
     }
 
 
-def agree(texts: Sequence[str]) -> None:
+def agree(texts: Sequence[str], cause: Exception | None = None) -> None:
     """Raise the same `InputError` on every worker: somebody's own error, or the first difference to worker 0."""
     everyone = [json.loads(t) for t in texts]
     for worker, theirs in enumerate(everyone):
         if "error" in theirs:
-            raise InputError(f"worker {worker}: {theirs['error']}")
+            raise InputError(f"worker {worker}: {theirs['error']}") from cause
     for worker, theirs in enumerate(everyone):
         found = _difference(everyone[0], theirs, "")
         if found is not None:

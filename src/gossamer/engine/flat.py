@@ -7,7 +7,7 @@ are packed into the buffer before an exchange and written back after it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -62,8 +62,8 @@ class Flat:
         """parameters <- buffer, where they are not views of it."""
         if self.packed:
             for place in self.places:
-                local = _local(place.parameter)
-                local.copy_(self.buffer[place.start : place.start + place.elements].view(local.shape))
+                shard = _local(place.parameter)
+                shard.copy_(self.buffer[place.start : place.start + place.elements].view(shard.shape))
 
     @torch.no_grad()
     def release(self) -> None:
@@ -95,7 +95,6 @@ def is_sharded(parameter: Tensor) -> bool:
 @torch.no_grad()
 def flatten(named: Sequence[tuple[str, nn.Parameter]]) -> list[Flat]:
     """Lay the parameters out in flat buffers, one per dtype, device and kind, in the order given."""
-    _refuse_overlaps(named)
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         if parameter.is_complex():
@@ -130,15 +129,15 @@ def _point_into(buffer: Tensor, place: Place) -> None:
     parameter.data = view
 
 
-def _refuse_overlaps(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Two parameters on the same memory cannot both be laid out: tie weights by sharing the object."""
+def refuse_overlaps(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Of two parameters on the same memory one would be moved away from the other: tie weights by sharing the object.
+    To be asked of all of a model's parameters before any is laid out."""
     spans = []
     for name, parameter in named:
         local = _local(parameter)
         if local.numel():
-            spans.append(
-                (local.untyped_storage().data_ptr(), local.data_ptr(), local.numel() * local.element_size(), name)
-            )
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+            spans.append((local.untyped_storage().data_ptr(), local.data_ptr(), extent * local.element_size(), name))
     spans.sort()
     for (storage, start, length, name), (next_storage, next_start, _, next_name) in pairwise(spans):
         if storage == next_storage and next_start < start + length:
@@ -159,7 +158,7 @@ def cut(flats: Sequence[Flat], bucket_bytes: int | None, period: int) -> list[Bu
             count = base * max(1, -(-elements * item // (base * 25 * 2**20)))
             count = min(count, max(1, elements * item // 2**16))
         else:
-            count = -(-elements * item // bucket_bytes)
+            count = max(1, -(-elements * item // bucket_bytes))  # none where all parameters are empty
         align = max(1, ALIGN_BYTES // item)
         each = -(-elements // (count * align)) * align
         for start in range(0, elements, max(1, each)):
