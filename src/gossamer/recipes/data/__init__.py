@@ -1,0 +1,1 @@
+"""Data sets: read, split, dealt out to workers."""
