@@ -1,1 +1,12 @@
-"""Makes tests/reference.py importable by the tests of every folder."""
+"""Shared by all tests; its place makes tests/reference.py importable."""
+
+import sys
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny tensors on shared cores: torch's threads would only wait for each other."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)

@@ -59,6 +59,7 @@ class Dense:
         self.algorithm, self.every, self.average_every = algorithm, every, average_every
         self.stagger, self.staleness, self.late, self.forced = stagger, staleness, late, forced
         self.bucket = bucket_of([tuple(v.shape[1:]) for v in start], start[0].element_size(), bucket_bytes)
+        self._matrices: dict[int, np.ndarray] = {}
         self.steps = 0
         self.launched = [0] * self.n  # rounds launched by each worker
         self.in_flight = [False] * self.n
@@ -70,7 +71,10 @@ class Dense:
         exact = k in self.forced or (self.average_every and (k + 1) % (self.average_every // self.every) == 0)
         if exact:
             return np.full((self.n, self.n), 1 / self.n)
-        return self.topology.matrix(k + bucket if self.stagger else k)
+        at = (k + bucket if self.stagger else k) % self.topology.period
+        if at not in self._matrices:
+            self._matrices[at] = self.topology.matrix(at)
+        return self._matrices[at]
 
     def stacked(self) -> np.ndarray:
         """All parameters, (n, elements), in double precision."""

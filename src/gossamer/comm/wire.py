@@ -69,6 +69,9 @@ class Half(Wire):
         out.copy_(payload.view(self.dtype)[start : start + out.numel()])
 
 
+SMALLEST = 1e-36  # blocks below it travel as zeros: 127 / max|block| would overflow
+
+
 class Int8(Wire):
     """One byte an element and one fp32 scale per block: `round(127 x / max|block|)`."""
 
@@ -86,6 +89,7 @@ class Int8(Wire):
         for rows, at, blocks in self._rows(0, value.numel()):
             part = value[at].view(rows, -1)
             largest = part.abs().amax(dim=1).float()
+            largest = torch.where(largest < SMALLEST, 0.0, largest)
             torch.mul(largest, 1 / 127, out=scale[blocks])
             inverse = torch.where(largest > 0, 127 / largest, 0.0).to(part.dtype)
             body[at].view(rows, -1).copy_((part * inverse[:, None]).round_().clamp_(-127, 127))

@@ -71,6 +71,8 @@ class Gossip:
         `exact=True` is collective. `exact=False` returns the latest sketch (needs `guard=`), at no cost.
         """
         if not exact:
+            if all(lane.alone for lane in self.lanes):
+                return 0.0
             sketches = [lane.sketcher.latest for lane in self.lanes if lane.sketcher is not None]
             if not sketches:
                 raise InputError("there is no sketch without a guard; pass guard=ConsensusGuard() or call exact=True")

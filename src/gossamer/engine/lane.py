@@ -25,7 +25,7 @@ from gossamer.engine.flat import Bucket, Flat
 from gossamer.engine.meter import Meter
 from gossamer.engine.settings import Settings
 from gossamer.engine.sketch import Sketcher
-from gossamer.errors import GossamerError, GossamerWarning
+from gossamer.errors import GossamerError, GossamerWarning, InputError
 from gossamer.topology.schedule import Schedule
 
 WARN_AFTER = 30.0  # seconds of standing still before the user is told whom we wait for
@@ -262,6 +262,11 @@ class Lane:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. The round in flight is sent again from the same parameters."""
+        if state["in_flight"] and not self.alone and ("arrived" in state) != (self._sent is not None):
+            raise InputError(
+                f"the state was saved {'with' if 'arrived' in state else 'without'} staleness and this run has "
+                f"staleness={self.settings.staleness}; resume with the same, or load only the model and the optimizer"
+            )
         self.drop()
         self.k, self.meter.steps, self.forced = state["round"], state["steps"], state["forced"]
         if self.sketcher is not None and state["sketch"] is not None:

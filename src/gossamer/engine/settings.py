@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +26,13 @@ class ConsensusGuard:
     every: int = 16
 
     def __post_init__(self) -> None:
-        if not self.max_ratio > 0:
-            raise InputError(f"ConsensusGuard: max_ratio must be positive, got {self.max_ratio}")
-        if not isinstance(self.every, int) or self.every < 2:
-            raise InputError(f"ConsensusGuard: every must be an integer of at least 2 rounds, got {self.every}")
+        if not _is_number(self.max_ratio) or not self.max_ratio > 0:
+            raise InputError(
+                f"ConsensusGuard: max_ratio must be a positive number, got {self.max_ratio!r}; 0.05 is usual, infinity "
+                "only measures"
+            )
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 2:
+            raise InputError(f"ConsensusGuard: every must be an integer of at least 2 rounds, got {self.every!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,23 +62,32 @@ class Settings:
         self._whole("staleness", 0)
         self._whole("average_every", 0)
         self._whole("in_flight", 1)
-        if self.bucket_mb is not None and not self.bucket_mb > 0:
-            raise InputError(f"bucket_mb must be positive, got {self.bucket_mb}; leave it out to have it chosen")
-        if not self.timeout > 0:
-            raise InputError(f"timeout must be a positive number of seconds, got {self.timeout}")
+        if self.bucket_mb is not None and not (_is_number(self.bucket_mb) and 0 < self.bucket_mb < math.inf):
+            raise InputError(
+                f"bucket_mb must be a positive number, got {self.bucket_mb!r}; leave it out to have it chosen"
+            )
+        if not _is_number(self.timeout) or not self.timeout > 0:
+            raise InputError(f"timeout must be a positive number of seconds, got {self.timeout!r}; the default is 1800")
+        if self.guard is not None and not isinstance(self.guard, ConsensusGuard):
+            raise InputError(f"guard must be a ConsensusGuard, got {self.guard!r}; pass ConsensusGuard(max_ratio=0.05)")
         if self.algorithm == "atc" and self.staleness:
             raise InputError(
                 f"algorithm 'atc' waits for every exchange, so staleness must be 0, got {self.staleness}; use 'awc'"
             )
         if self.average_every % self.every:
             raise InputError(
-                f"average_every counts steps and must be a multiple of every={self.every}, got {self.average_every}"
+                f"average_every counts steps and must be a multiple of every={self.every}, got {self.average_every}; "
+                f"use {max(1, round(self.average_every / self.every)) * self.every}"
             )
 
     def _whole(self, name: str, least: int) -> None:
         value: Any = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise InputError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 Filter = Callable[[str, Any], bool]

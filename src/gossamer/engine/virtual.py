@@ -11,6 +11,7 @@ with cluster.averaged():
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from gossamer.comm import Counted, Hub
 from gossamer.engine.assemble import Prepared, assemble, prepare
 from gossamer.engine.decentralize import starting_values
+from gossamer.engine.describe import agree, describe
 from gossamer.engine.gossip import Collective, Gossip
 from gossamer.engine.settings import Filter, Settings
 from gossamer.errors import InputError
@@ -63,6 +65,7 @@ class VirtualCluster:
             prepare(model, optimizer, topology, policy, parameters, self.layout, rank)
             for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True))
         ]
+        agree([json.dumps(describe(w)) for w in workers])
         if broadcast:
             self._broadcast(workers)
         self.gossips = [assemble(w, self.hub.transport(w.rank), self._refuse, self._nudge, None) for w in workers]
