@@ -134,6 +134,16 @@ def test_advise(run, tmp_path):
     assert bigger["cluster"]["gamma"] == pytest.approx(4 * slow["cluster"]["gamma"], rel=0.01)
 
 
+def test_advise_counts_mixing_not_only_speed(run, tmp_path):
+    """On a starved network asynchronous workers race ahead without averaging: fast, but not recommended."""
+    got = run(f"advise {cluster_file(tmp_path / 'c.toml', 0.01)} --nodes 4 --steps 40 --json")
+    rows = {r["method"]: r for r in got["table"]}
+    starved = rows["ad-psgd:ring"]
+    assert starved["step_time"] == min(r["step_time"] for r in got["table"])
+    assert starved["exchanges_per_step"] < 0.2
+    assert not got["recommendation"]["method"].startswith(("ad-psgd", "a2cid2"))
+
+
 def test_advise_stays_with_ddp(run, tmp_path):
     path = cluster_file(tmp_path / "fast.toml", 400)
     path.write_text(path.read_text().replace("gaussian:0.05", "none"))

@@ -48,7 +48,9 @@ def advise(
     print_rich(
         Text(f"{chosen['method']}: saves {chosen['saving']:.0%} of the step time", style="bold"),
         Text(chosen["why"]),
-        Text(f"\n    {chosen['line']}\n"),
+    )
+    typer.echo(f"\n    {chosen['line']}\n")  # to be copied: never wrapped
+    print_rich(
         f"The best of {len(advice.table)} (to 1e-3: until differences between workers shrink to a thousandth):",
         rows,
         "What would change the answer for the best gossip:",

@@ -18,13 +18,16 @@ STEPS = 120
 WIRES = ("fp32", "bf16", "int8")
 WORTH_IT = 0.05  # a smaller saving is not worth leaving DDP for
 # How much faster an option must be before it is preferred to the plainer one.
-MARGINS = {"fp32": 0.0, "bf16": 0.03, "int8": 0.08, "asynchronous": 0.10, "mixing": 0.02}  # mixing: a doubling
+MARGINS = {"fp32": 0.0, "bf16": 0.03, "int8": 0.08, "asynchronous": 0.10, "mixing": 0.05}  # mixing: a doubling
+SLOWEST_MIXING = 1000  # rounds to 1e-3; beyond, workers drift apart between averages, and the margin is 100 %
+FEWEST_EXCHANGES = 0.5  # a step; an asynchronous method that manages fewer is charged the time until it has them
 MEMORY = {"ddp": 1.0, "awc": 1.0, "ad-psgd": 4.0, "a2cid2": 4.0}  # beyond the model, in parameter sizes
 
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate. `score` is its step time with the margins added; the least is recommended.
+    """One candidate. `score` is its step time with the margins added; the least is recommended. The margins are
+    judgments, not measurements: how much speed should buy a coarser wire, looser timing or slower mixing.
 
     `contraction_per_second`: the factor by which the consensus distance shrinks in a second. `lambda_term`:
     (1 + λ²)/(1 - λ²)², what the topology contributes to the convergence bound of DAdam, λ over a whole period.
@@ -34,6 +37,7 @@ class Row:
     step_time: float
     saving: float
     waiting: float
+    exchanges_per_step: float
     seconds_to_1e3: float | None
     contraction_per_second: float | None
     lambda_term: float | None
@@ -93,22 +97,25 @@ def _row(method: Method, result: Result, ddp: Result, mixing: Mixing | None, few
     seconds = contraction = term = None
     if mixing is not None:
         rounds = mixing.rounds_to_1e3
-        margin += MARGINS["mixing"] * math.log2(rounds / fewest) if rounds else 1.0
+        margin += MARGINS["mixing"] * math.log2(rounds / fewest) if rounds else 0.0
+        margin += 1.0 * (not rounds or rounds > SLOWEST_MIXING)
         if not method.asynchronous:  # asynchronous mixing has other constants
             seconds = rounds * result.step_time if rounds else None
             contraction = mixing.contraction ** (1 / result.step_time)
             square = min(1.0, mixing.contraction_period) ** 2
             term = (1 + square) / (1 - square) ** 2 if square < 1 else None
+    starved = max(1.0, FEWEST_EXCHANGES / max(result.exchange_rate, 1e-9)) if method.asynchronous else 1.0
     return Row(
         str(method),
         result.step_time,
         1 - result.step_time / ddp.step_time,
         result.waiting,
+        result.exchange_rate,
         seconds,
         contraction,
         term,
         MEMORY[method.algorithm],
-        result.step_time * (1 + margin),
+        result.step_time * (1 + margin) * starved,
     )
 
 
