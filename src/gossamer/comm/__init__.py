@@ -12,16 +12,18 @@ from gossamer.comm.dist import (
     sharded_ranks,
     subgroup_of,
 )
-from gossamer.comm.exchange import Mixed, Scratch, arrived, exchange, room_for
+from gossamer.comm.exchange import Batch, Exchange, Mixed, Scratch, arrived, exchange, room_for
 from gossamer.comm.gloo import GlooTransport
 from gossamer.comm.local import Hub, LocalTransport
 from gossamer.comm.transport import Channel, Job, PeerError, Transport, clock
 from gossamer.comm.wire import Plain, Wire, wire_named
 
 __all__ = [
+    "Batch",
     "CatchUp",
     "Channel",
     "Counted",
+    "Exchange",
     "GlooTransport",
     "Hub",
     "Job",

@@ -35,6 +35,13 @@ class Counted(Protocol):
     def serve(self) -> bool: ...
 
 
+class Frozen(Protocol):
+    """An asynchronous lane: begins no further event when frozen, then runs to an agreed one."""
+
+    def freeze(self) -> int: ...
+    def run_to(self, number: int) -> None: ...
+
+
 class CatchUp:
     def __init__(self, store: Store, rank: int, size: int, timeout: float):
         self._store = PrefixStore("catch-up", store)
@@ -68,6 +75,24 @@ class CatchUp:
                 goal = max(entry[index] for entry in entries)
                 while lane.k < goal:
                     lane.mix_only()
+        self._epoch += 1
+
+    def meet_events(self, lanes: Sequence[Frozen], call: str) -> None:
+        """The same for asynchronous lanes: everybody goes on exchanging until all are in the call, then all stop
+        at one event of the shared sequence, the furthest that anybody has begun."""
+        if self._size > 1:
+            deadline = clock() + self._timeout
+            self._store.set(f"{self._epoch}/at/{self._rank}", "here")
+            self._store.add(f"{self._epoch}/posted", 1)
+            while self._store.add(f"{self._epoch}/posted", 0) < self._size:
+                if clock() > deadline:
+                    raise PeerError(self._absent(call))
+                time.sleep(POLL)
+            begun = json.dumps([lane.freeze() for lane in lanes])
+            self._store.set(f"{self._epoch}/begun/{self._rank}", begun)
+            entries = [json.loads(self._store.get(f"{self._epoch}/begun/{r}")) for r in range(self._size)]
+            for index, lane in enumerate(lanes):
+                lane.run_to(max(entry[index] for entry in entries))
         self._epoch += 1
 
     def assist(self, lanes: Sequence[Counted], waiting: int) -> None:

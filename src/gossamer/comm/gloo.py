@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from gossamer.comm.dist import PrefixStore, ProcessGroupGloo, Store, broadcast_from_first, gloo_device, subgroup_of
 from gossamer.comm.exchange import Batch, Scratch
+from gossamer.comm.pace import Pace
 from gossamer.comm.transport import Channel, Job, PeerError, Transport, clock
 
 
@@ -56,6 +58,7 @@ class GlooTransport(Transport):
         self._store, self._timeout, self._group = store, timeout, group
         self._edges: dict[int, Edge] = {}
         self._lock = threading.Lock()
+        self.pace = Pace.from_environment(rank)  # None: links are what they are
         # A blocking get holds its client's lock: edges connect through a client of their own.
         self._edge_store = store.clone()  # type: ignore[attr-defined]
 
@@ -69,17 +72,18 @@ class GlooTransport(Transport):
         return GlooChannel(self, index, lanes_in_flight, timeout)
 
     def share(self, name: str, text: str) -> list[str]:
-        self._store.set(f"{name}/{self.rank}", text)
+        store = self._store.clone()  # type: ignore[attr-defined]  # may block: a client of its own
+        store.set(f"{name}/{self.rank}", text)
         keys = [f"{name}/{r}" for r in range(self.size)]
         for r, key in enumerate(keys):
             try:
-                self._store.wait([key], timedelta(seconds=self._timeout))
+                store.wait([key], timedelta(seconds=self._timeout))
             except Exception as error:
                 raise PeerError(
                     f"worker {r} did not show up for {name!r} within {self._timeout:g} s; "
                     "check that every worker calls decentralize() and is alive"
                 ) from error
-        return [self._store.get(key).decode() for key in keys]
+        return [store.get(key).decode() for key in keys]
 
     def broadcast(self, tensors: list[Tensor], among: tuple[tuple[int, ...], ...] | None = None) -> None:
         broadcast_from_first(tensors, self._group if among is None else subgroup_of(among))
@@ -137,9 +141,12 @@ class GlooChannel(Channel):
     def _perform(self, job: Job, scratch: Scratch) -> None:
         steps = job.make(scratch)
         tag = self._index * 65536 + job.bucket
+        pace = self._transport.pace
         try:
             while True:
-                self._carry(next(steps), job, tag)
+                batch = next(steps)
+                with pace(batch.sends) if pace is not None else nullcontext():
+                    self._carry(batch, job, tag)
         except StopIteration as stop:
             job.result = stop.value
 

@@ -112,6 +112,8 @@ class Hub:
 class LocalTransport(Transport):
     """One virtual worker's access to its hub."""
 
+    threaded = False
+
     def __init__(self, hub: Hub, rank: int):
         self.hub, self.rank, self.size = hub, rank, hub.size
 

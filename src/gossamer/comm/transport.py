@@ -82,6 +82,7 @@ class Transport(ABC):
 
     rank: int
     size: int
+    threaded = True  # False: all workers share one thread, which somebody else drives
 
     @abstractmethod
     def channel(self, index: int, lanes_in_flight: int, timeout: float) -> Channel:

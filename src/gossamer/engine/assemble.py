@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from gossamer.comm import Transport, ddp_process_group, group_ranks, sharded_ranks, wire_named
+from gossamer.engine.asynchronous import AsyncLane
 from gossamer.engine.control import Control
 from gossamer.engine.flat import Bucket, Flat, cut, flatten, is_sharded, refuse_overlaps
 from gossamer.engine.gossip import Gossip, Meet
@@ -20,6 +21,8 @@ from gossamer.engine.settings import Filter, Settings
 from gossamer.engine.sketch import Sketcher
 from gossamer.errors import InputError
 from gossamer.topology import Layout, resolve
+from gossamer.topology.events import Events
+from gossamer.topology.rates import rates_of
 from gossamer.topology.schedule import Schedule
 from gossamer.trace import TraceWriter
 
@@ -81,6 +84,11 @@ def _schedule(
     if group is None and not sharded:
         return Schedule(resolve(topology, layout), **policy), model
     inside = sorted(group_ranks(group) if group is not None else sharded_ranks(sharded[0]))
+    if settings.asynchronous:
+        raise InputError(
+            f"algorithm {settings.algorithm!r} needs every worker to have a replica of its own, but the model is "
+            "wrapped in DDP or sharded by FSDP2; use algorithm='awc'"
+        )
     mine = list(layout.members[layout.node[rank]])
     kind = "wrapped in DDP" if group is not None else "sharded by FSDP2"
     if inside != mine:
@@ -150,7 +158,7 @@ def assemble(
     lanes: list[Lane] = []
     for index, optimizer in enumerate(p.optimizers):
         meter = Meter(p.rank, p.layout, writer)
-        lane = Lane(
+        lane = (AsyncLane if settings.asynchronous else Lane)(
             index,
             p.rank,
             optimizer,
@@ -159,11 +167,17 @@ def assemble(
             p.schedule,
             settings,
             wire_named(settings.wire),
-            transport.channel(2 * index + 1, min(settings.in_flight, len(p.buckets[index])), settings.timeout),
+            transport.channel(2 * index + 1, min(settings.in_flight, len(p.buckets[index]) + 1), settings.timeout),
             meter,
             None,
             nudge,
         )
+        if isinstance(lane, AsyncLane):
+            topology = p.schedule.topology
+            pairing: Any = "rounds" if settings.pairing == "rounds" else "edges"
+            gaps: Any = settings.gaps
+            events = Events(topology, settings.rate, settings.seed + 7919 * index, gaps, pairing)
+            lane.begin_gossip(transport, events, rates_of(topology))
         if settings.guard is not None and not lane.alone:
             lane.sketcher = Sketcher(
                 settings.guard.every,

@@ -56,6 +56,12 @@ def decentralize(
     stagger: bool = True,
     hierarchical: bool = True,
     in_flight: int = 4,
+    rate: float = 1.0,
+    max_staleness: int | None = None,
+    gaps: str = "poisson",
+    pairing: str = "auto",
+    clock: str = "wall",
+    seed: int = 0,
     broadcast: bool = True,
 ) -> Gossip:
     """Train `model` by gossip: every worker averages its parameters with a few neighbors while it computes.
@@ -69,6 +75,8 @@ def decentralize(
         topology: who averages with whom: a name (`gossamer topology list`), a `Topology`, a networkx graph, a weight
             matrix or a JSON file.
         algorithm: "awc" communicates while adapting (overlaps forward and backward); "atc" adapts, then combines.
+            "ad-psgd" and "a2cid2" are asynchronous: every worker steps at its own pace and averages pairwise with its
+            neighbors in the topology's union graph, the latter with a continuous momentum.
         wire: format between nodes: "fp32" (as it is), "bf16", "fp16", "int8". The mean is conserved for each.
         every: mix every k steps.
         staleness: how many steps may be taken without mixing while a late exchange is on its way.
@@ -82,6 +90,12 @@ def decentralize(
         stagger: bucket b follows the schedule at phase k + b, which spreads the load on the network evenly.
         hierarchical: average groups that span nodes by way of the nodes' fast links.
         in_flight: how many buckets are exchanged at once.
+        rate: asynchronous: exchanges a worker takes part in per gradient (below 1: local steps in between).
+        max_staleness: asynchronous: how many steps a worker may be ahead of the slowest.
+        gaps: asynchronous: "poisson" or "fixed" times between exchanges.
+        pairing: asynchronous: "edges" one at a time, "rounds" a matching at a time, "auto": rounds if exchanges last.
+        clock: asynchronous: "wall", or "virtual" (a gradient takes one unit: bit-reproducible).
+        seed: asynchronous: of the shared event sequence.
         broadcast: start from worker 0's parameters and buffers; False when every worker loaded its own checkpoint.
     """
     rank, size = rank_and_size()
@@ -104,6 +118,12 @@ def decentralize(
             hierarchical=hierarchical,
             in_flight=in_flight,
             guard=guard,
+            rate=rate,
+            max_staleness=max_staleness,
+            gaps=gaps,
+            pairing=pairing,
+            clock=clock,
+            seed=seed,
         )
         prepared = prepare(model, optimizer, topology, settings, parameters, layout, rank)
         writer = _writer(trace, rank, layout)
@@ -116,7 +136,8 @@ def decentralize(
     if broadcast and size > 1:
         _broadcast(prepared, transport)
     catch_up = CatchUp(store, rank, size, timeout)
-    gossip = assemble(prepared, transport, catch_up.meet, catch_up.nudge, writer)
+    meet: Any = catch_up.meet_events if settings.asynchronous and clock == "wall" else catch_up.meet
+    gossip = assemble(prepared, transport, meet, catch_up.nudge, writer)
     if len(gossip.lanes) > 1 and size > 1:
         for lane in gossip.lanes:
             lane.assist = partial(catch_up.assist, gossip.lanes, lane.index)

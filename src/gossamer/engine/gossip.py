@@ -58,8 +58,8 @@ class Gossip:
         """Evaluate or save the consensus model: inside the block the parameters are the exact mean over all workers
         (float buffers too, integer buffers the maximum, unless buffers="local"), afterwards they are, bit by bit,
         what they were. Collective."""
-        self._meet_all("averaged()")
-        restore = self._run(self._enter_average())
+        with self._together("averaged()"):
+            restore = self._run(self._enter_average())
         try:
             yield self.model
         finally:
@@ -77,16 +77,16 @@ class Gossip:
             if not sketches:
                 raise InputError("there is no sketch without a guard; pass guard=ConsensusGuard() or call exact=True")
             return sum(s.distance**2 for s in sketches if s is not None) ** 0.5 if all(sketches) else float("nan")
-        self._meet_all("consensus_distance()")
-        return float(self._run(self._measure_distance()))
+        with self._together("consensus_distance()"):
+            return float(self._run(self._measure_distance()))
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the model and the optimizer. Collective; changes nothing.
 
         Save it per worker, together with that worker's own `model.state_dict()` and `optimizer.state_dict()`.
         """
-        self._meet_all("state_dict()")
-        return self._state()
+        with self._together("state_dict()"):
+            return self._state()
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -99,23 +99,23 @@ class Gossip:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken; load the model's and the optimizer's state first. Collective."""
         self._check_state(state)
-        self._meet_all("load_state_dict()")
-        self._load(state)
+        with self._together("load_state_dict()"):
+            self._load(state)
 
     def reset(self) -> None:
-        """Forget the exchange in flight; call it after writing to the parameters yourself, as `load_state_dict` of
+        """Go on from the parameters as they are now; call it after writing to them yourself, as `load_state_dict` of
         the model does. Collective."""
-        self._meet_all("reset()")
-        for lane in self.lanes:
-            lane.drop()
+        with self._together("reset()"):
+            for lane in self.lanes:
+                lane.adopt()
 
     def close(self) -> None:
         """Bring everybody to the same round, stop, and give every parameter storage of its own again. Collective."""
         if self._open:
-            self._meet_all("close()")
-            for lane in self.lanes:
-                lane.drop()
-            self._stop(drain=self.settings.timeout)
+            with self._together("close()"):
+                for lane in self.lanes:
+                    lane.drop()
+                self._stop(drain=self.settings.timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -127,6 +127,25 @@ class Gossip:
             self.close()
         else:  # this worker will not take part in anything: do not wait for the others
             self._stop(drain=0.0)
+
+    # -- progress ----------------------------------------------------------------------------------------------
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all workers together, as far as this worker knows (asynchronous workers hear of each other in
+        exchanges, so the number lags a little)."""
+        return self.lanes[0].total_steps()
+
+    def budget(self, total_steps: int) -> Iterator[int]:
+        """`for done in gossip.budget(N):` until all workers together have taken N steps; fast workers take more.
+
+        Yields the steps done so far, for learning-rate schedules that follow global progress. Asynchronous workers
+        overshoot by what they had not yet heard of when they stopped: at most a few steps each.
+        """
+        if total_steps < 1:
+            raise InputError(f"a budget must be a positive number of steps, got {total_steps}")
+        while (done := self.total_steps) < total_steps:
+            yield done
 
     # -- local calls -------------------------------------------------------------------------------------------
 
@@ -156,12 +175,21 @@ class Gossip:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _meet_all(self, call: str) -> None:
+    @contextmanager
+    def _together(self, call: str) -> Iterator[None]:
+        """Inside, all workers are in the same call, at the same round, and nothing is under way."""
         if not self._open:
             raise GossamerError(f"{call} after close(); call decentralize() again to go on")
-        self._meet(self.lanes, call)
-        for lane in self.lanes:
-            lane.settle()
+        try:
+            for lane in self.lanes:
+                lane.park()
+            self._meet(self.lanes, call)
+            for lane in self.lanes:
+                lane.settle()
+            yield
+        finally:
+            for lane in self.lanes:
+                lane.resume()
 
     def _run(self, steps: Collective) -> Any:
         """Drive a collective on this worker: wait for what it asks for."""
@@ -180,7 +208,7 @@ class Gossip:
             for flat in lane.flats:
                 flat.pack()
             outs = [lane.room(b.x) for b in lane.buckets]
-            jobs += lane.average([b.x for b in lane.buckets], outs, Plain())
+            jobs += lane.average(lane.values(), outs, Plain())
             means.append(outs)
         yield jobs
         for lane, outs in zip(self.lanes, means, strict=True):
@@ -219,8 +247,8 @@ class Gossip:
         means = yield from self._means()
         squared = torch.zeros(1, dtype=torch.float64)
         for lane, outs in zip(self.lanes, means, strict=True):
-            for bucket, mean in zip(lane.buckets, outs, strict=True):
-                squared += float(torch.linalg.vector_norm(bucket.x - mean, dtype=torch.float64)) ** 2
+            for value, mean in zip(lane.values(), outs, strict=True):
+                squared += float(torch.linalg.vector_norm(value - mean, dtype=torch.float64)) ** 2
         job = self.control.average(squared)
         yield [job]
         return (float(Control.read(job, squared)) * self._shards) ** 0.5

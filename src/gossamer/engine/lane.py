@@ -202,6 +202,20 @@ class Lane:
         for flat in self.flats:
             flat.unpack()
 
+    def values(self) -> list[Tensor]:
+        """What counts as this worker's parameters, a tensor a bucket."""
+        return [b.x for b in self.buckets]
+
+    def total_steps(self) -> int:
+        """Steps of all workers: they keep in step."""
+        return self.meter.steps * self.meter.layout.n
+
+    def park(self) -> None:
+        """This worker is in a collective call."""
+
+    def resume(self) -> None:
+        """The collective call is over."""
+
     # -- for collective calls ----------------------------------------------------------------------------------
 
     def mix_only(self) -> None:
@@ -291,6 +305,10 @@ class Lane:
     def room(self, x: Tensor) -> Tensor:
         """A receive buffer for a bucket like `x`."""
         return torch.empty(room_for(x.numel(), self._largest_part), dtype=x.dtype, device=x.device)
+
+    def adopt(self) -> None:
+        """The parameters were written by the user: go on from them."""
+        self.drop()
 
     def drop(self) -> None:
         """Forget the round in flight (after it arrived)."""

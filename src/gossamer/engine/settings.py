@@ -10,7 +10,9 @@ from typing import Any
 from gossamer.comm import wire_named
 from gossamer.errors import InputError
 
-ALGORITHMS = ("awc", "atc")
+SYNCHRONOUS = ("awc", "atc")
+ASYNCHRONOUS = ("ad-psgd", "a2cid2")
+ALGORITHMS = SYNCHRONOUS + ASYNCHRONOUS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,16 @@ class Settings:
     hierarchical: bool = True
     in_flight: int = 4
     guard: ConsensusGuard | None = None
+    rate: float = 1.0
+    gaps: str = "poisson"
+    pairing: str = "auto"
+    clock: str = "wall"
+    max_staleness: int | None = None
+    seed: int = 0
+
+    @property
+    def asynchronous(self) -> bool:
+        return self.algorithm in ASYNCHRONOUS
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
@@ -79,6 +91,41 @@ class Settings:
                 f"average_every counts steps and must be a multiple of every={self.every}, got {self.average_every}; "
                 f"use {max(1, round(self.average_every / self.every)) * self.every}"
             )
+
+        self._check_asynchronous()
+
+    def _check_asynchronous(self) -> None:
+        for name, choices in (
+            ("gaps", ("poisson", "fixed")),
+            ("pairing", ("auto", "edges", "rounds")),
+            ("clock", ("wall", "virtual")),
+        ):
+            if getattr(self, name) not in choices:
+                raise InputError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if not (isinstance(self.rate, int | float) and 0 < self.rate < float("inf")):
+            raise InputError(f"rate must be a positive number of exchanges a gradient, got {self.rate!r}")
+        if not self.asynchronous:
+            for name, default in (("rate", 1.0), ("max_staleness", None), ("clock", "wall")):
+                if getattr(self, name) != default:
+                    raise InputError(f"{name} belongs to the asynchronous algorithms, not to {self.algorithm!r}")
+            return
+        for name, default in (("every", 1), ("staleness", 0), ("average_every", 0), ("guard", None)):
+            if getattr(self, name) != default:
+                raise InputError(
+                    f"{name}={getattr(self, name)!r} needs rounds, and {self.algorithm!r} has none; leave it out or "
+                    "use algorithm='awc'"
+                )
+        if self.max_staleness is not None:
+            self._whole("max_staleness", 0)
+            if self.clock == "virtual":
+                raise InputError(
+                    "max_staleness holds back workers that run ahead in wall time; on the virtual clock their pace is "
+                    "given, so leave it out"
+                )
+            if self.max_staleness == 0 and self.gaps == "poisson":
+                raise InputError(
+                    "max_staleness=0 keeps all workers in step, which random (poisson) gaps cannot; use at least 1"
+                )
 
     def _whole(self, name: str, least: int) -> None:
         value: Any = getattr(self, name)

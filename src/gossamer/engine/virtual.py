@@ -11,9 +11,11 @@ with cluster.averaged():
 
 from __future__ import annotations
 
+import heapq
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,12 +25,14 @@ from torch.optim import Optimizer
 
 from gossamer.comm import Counted, Hub
 from gossamer.engine.assemble import Prepared, assemble, prepare
+from gossamer.engine.asynchronous import AsyncLane
 from gossamer.engine.decentralize import starting_values
 from gossamer.engine.describe import agree, describe
 from gossamer.engine.gossip import Collective, Gossip
 from gossamer.engine.settings import Filter, Settings
 from gossamer.errors import InputError
 from gossamer.topology import Layout
+from gossamer.topology.events import Event
 
 
 class VirtualCluster:
@@ -41,6 +45,8 @@ class VirtualCluster:
         self.hub = Hub(self.layout.n)
         self.gossips: list[Gossip] = []
         self._parked: set[int] = set()
+        self._streams: dict[int, _Peekable] = {}  # of each asynchronous lane: the events that are left
+        self._driven: dict[int, float] = {}  # and the time up to which they are done
 
     def decentralize(
         self,
@@ -61,6 +67,8 @@ class VirtualCluster:
                 f"{len(optimizers)}"
             )
         policy = Settings(**settings)
+        if policy.asynchronous:  # a single thread has no wall time of its own
+            policy = replace(policy, clock="virtual")
         workers = [
             prepare(model, optimizer, topology, policy, parameters, self.layout, rank)
             for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True))
@@ -72,7 +80,25 @@ class VirtualCluster:
         for gossip in self.gossips:
             for lane in gossip.lanes:
                 lane.combine = partial(self._combine, lane.index)  # type: ignore[method-assign]
+                if isinstance(lane, AsyncLane):
+                    lane.drive = self._drive
         return self.gossips
+
+    def turns(self, total_steps: int, durations: Callable[[int, int], float] = lambda rank, step: 1.0) -> Iterator[int]:
+        """Asynchronous workers at their own pace: yields whose step comes next, `total_steps` times in all.
+
+        `durations(rank, step)` is how long that worker's gradient takes, in mean gradient times.
+        """
+        for rank, gossip in enumerate(self.gossips):
+            for lane in gossip.lanes:
+                if isinstance(lane, AsyncLane):
+                    lane.durations = partial(durations, rank)
+        due = [(durations(rank, g.lanes[0].meter.steps), rank) for rank, g in enumerate(self.gossips)]
+        heapq.heapify(due)
+        for _ in range(total_steps):
+            time, rank = heapq.heappop(due)
+            yield rank
+            heapq.heappush(due, (time + durations(rank, self.gossips[rank].lanes[0].meter.steps), rank))
 
     def park(self, rank: int) -> None:
         """Worker `rank` has no more data: it takes part in its neighbors' rounds without steps of its own."""
@@ -84,6 +110,8 @@ class VirtualCluster:
         """Bring every worker to the round of the furthest by mix-only rounds, as a collective call does."""
         for index in range(len(self.gossips[0].lanes)):
             lanes = [g.lanes[index] for g in self.gossips]
+            if isinstance(lanes[0], AsyncLane):
+                continue  # an event is done on both sides at once: nobody is behind
             goal = max(lane.k for lane in lanes)
             for k in range(min(lane.k for lane in lanes), goal):
                 behind = [lane for lane in lanes if lane.k == k]
@@ -124,18 +152,22 @@ class VirtualCluster:
         self.catch_up()
         for gossip, state in zip(self.gossips, states, strict=True):
             gossip._load(state)
+        self._streams.clear()
+        self._driven.clear()
 
     def reset(self) -> None:
         self.catch_up()
         for gossip in self.gossips:
             for lane in gossip.lanes:
-                lane.drop()
+                lane.adopt()
 
     def close(self) -> None:
         for gossip in self.gossips:
             gossip._stop(drain=0.0)
         self.gossips = []
         self._parked.clear()
+        self._streams.clear()
+        self._driven.clear()
         self.hub = Hub(self.layout.n)  # without the messages nobody took
 
     def __enter__(self) -> VirtualCluster:
@@ -143,6 +175,25 @@ class VirtualCluster:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _drive(self, index: int, time: float) -> None:
+        """Perform the events up to `time`, each on both of its workers."""
+        if time < self._driven.get(index, 0.0) - 1e-9:
+            raise InputError(
+                f"a virtual worker stepped at time {time:g} after others had reached {self._driven[index]:g}; step the "
+                "workers in turn, or in the order of VirtualCluster.turns()"
+            )
+        self._driven[index] = time
+        lanes = [lane for g in self.gossips if isinstance(lane := g.lanes[index], AsyncLane)]
+        stream = self._streams.get(index)
+        if stream is None:
+            begun = max(lane.started for lane in lanes)
+            stream = self._streams[index] = _Peekable(lanes[0].events.stream(after=begun))
+        while (event := stream.next_until(time)) is not None:
+            pair = (lanes[event.i], lanes[event.j])
+            jobs = [lane.begin(event) for lane in pair]
+            for lane, launched in zip(pair, jobs, strict=True):
+                lane.end(event, launched)
 
     def _run(self, collectives: list[Collective]) -> list[Any]:
         """All workers' collectives in turn: each exchange is complete once everybody has launched it."""
@@ -183,3 +234,17 @@ class VirtualCluster:
             if lane.jobs is not None and all(job.done for job in lane.jobs):
                 lane.apply()
         self._nudge(index, slowest)
+
+
+class _Peekable:
+    """Events taken one by one while they are due."""
+
+    def __init__(self, events: Iterator[Event]):
+        self._events, self._next = events, next(events, None)
+
+    def next_until(self, time: float) -> Event | None:
+        due = self._next
+        if due is None or due.time > time:
+            return None
+        self._next = next(self._events, None)
+        return due

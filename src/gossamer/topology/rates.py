@@ -18,6 +18,8 @@ import scipy.linalg
 import scipy.sparse as sp
 import scipy.sparse.linalg as sla
 
+from gossamer.topology.core import Topology
+
 DENSE = 1024  # up to here plain dense algebra
 CHAINLIKE = 4.5  # mean degree up to which a sparse factorization stays sparse (rings, grids, trees)
 DENSE_LIMIT = 8192  # a dense inverse beyond takes gigabytes
@@ -106,3 +108,12 @@ def _sparse_resistance(matrix: sp.csc_array, i: np.ndarray, j: np.ndarray) -> fl
 
 def _chainlike(matrix: sp.csc_array) -> bool:
     return bool((matrix.nnz / matrix.shape[0]) - 1 <= CHAINLIKE)
+
+
+def rates_of(topology: Topology) -> Rates:
+    """The constants of a topology's union graph."""
+    if topology.n == 1:
+        return Rates(None, None)
+    matrix = laplacian(topology.n, topology.union_edges())
+    values, _ = slow_modes(matrix)
+    return rates(matrix, float(values[0]))
