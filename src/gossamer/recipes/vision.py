@@ -87,9 +87,10 @@ class Vision:
         chosen = np.linspace(0, len(labels) - 1, count).astype(np.int64)
         loss = correct = 0.0
         with evaluating(model) as bare:
+            device = next(bare.parameters()).device
             for part in np.array_split(chosen, -(-count // 256)):
-                target = torch.from_numpy(labels[part])
-                scores = bare(self._normalize(pixels[part])).float()
+                target = torch.from_numpy(labels[part]).to(device)
+                scores = bare(self._normalize(pixels[part]).to(device)).float()
                 loss += F.cross_entropy(scores, target, reduction="sum").item()
                 correct += (scores.argmax(1) == target).sum().item()
         return {"loss": loss / count, "accuracy": correct / count}

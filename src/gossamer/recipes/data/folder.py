@@ -51,7 +51,7 @@ def _images(directory: Path) -> list[Path]:
 
 def _stack(paths: list[Path], size: int | None) -> Any:
     image = need("PIL.Image", "pillow")
-    arrays = []
+    arrays: list[np.ndarray] = []
     for path in paths:
         try:
             with image.open(path) as opened:

@@ -57,7 +57,7 @@ def load(path: Path | None, *, size: int | None = None) -> Images:
 
 
 def digits() -> Images:
-    """The 1,797 handwritten digits of 8 x 8 pixels that come with scikit-learn; a fifth of them, chosen once, is for testing."""
+    """The 1,797 handwritten digits of 8 x 8 pixels that come with scikit-learn; a fixed fifth is for testing."""
     data = need("sklearn.datasets", "scikit-learn").load_digits()
     pixels = np.round(data.images * (255 / 16)).astype(np.uint8)[:, None]
     labels = data.target.astype(np.int64)

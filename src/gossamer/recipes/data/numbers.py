@@ -9,18 +9,19 @@ from collections.abc import Iterator
 import numpy as np
 
 LIMIT = 1_000_000
-_DIGITS = 6
+LENGTHS = 6
+_split = str.split
 
-_EN_SMALL = (
+_EN_SMALL = _split(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
     "seventeen eighteen nineteen"
-).split()
-_EN_TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
-_DE_SMALL = (
+)
+_EN_TENS = _split("- - twenty thirty forty fifty sixty seventy eighty ninety")
+_DE_SMALL = _split(
     "null ein zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn "
     "siebzehn achtzehn neunzehn"
-).split()
-_DE_TENS = "- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig".split()
+)
+_DE_TENS = _split("- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig")
 
 
 def english(number: int) -> str:
@@ -81,7 +82,7 @@ def held_out(number: int) -> bool:
 def draw(random: np.random.Generator, *, test: bool = False, digits: np.ndarray | None = None) -> Iterator[int]:
     """Numbers without end, all lengths equally likely (or as `digits`, six probabilities, says)."""
     while True:
-        length = int(random.choice(_DIGITS, p=digits)) + 1
+        length = int(random.choice(LENGTHS, p=digits)) + 1
         number = int(random.integers(10 ** (length - 1) if length > 1 else 0, 10**length))
         if held_out(number) == test:
             yield number
