@@ -1,7 +1,6 @@
 """Pools of real workers, started once a session and process, shared by all tests."""
 
 import pytest
-import torch
 
 from gossamer.lab import WorkerPool
 
@@ -29,12 +28,3 @@ def pools():
     made = Pools()
     yield made
     made.close()
-
-
-@pytest.fixture
-def one_thread():
-    """References are computed as the workers compute: with one thread, so that they can be equal bit by bit."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
