@@ -1,0 +1,185 @@
+"""Who trains in this process: one worker among others (gossip or DDP), or all of them (virtual).
+
+Every crew offers the loop the same few calls. Calls that need the others must be made by every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gossamer
+from gossamer.recipes.config import RunConfig
+from gossamer.recipes.methods import Method, gossip_settings
+from gossamer.recipes.replica import Replica, make_replica
+from gossamer.recipes.task import Task
+
+WIRE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class Crew:
+    """The replicas of this process. `places` are their numbers among the `total` of all processes."""
+
+    lockstep = False  # nobody can finish a step that another worker has not begun
+
+    def __init__(self, replicas: Sequence[Replica], places: Sequence[int], total: int):
+        self.replicas, self.places, self.total = list(replicas), list(places), total
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process evaluates and keeps the records."""
+        return 0 in self.places
+
+    def averaged(self) -> AbstractContextManager[nn.Module]:
+        """The consensus model."""
+        raise NotImplementedError
+
+    def consensus_distance(self) -> float:
+        return 0.0
+
+    def bytes_sent(self) -> float:
+        """By one worker since the start (of this process), as far as it is known."""
+        return 0.0
+
+    def seconds_waited(self) -> float | None:
+        """By one worker for others, since the start of this process; None where it cannot be told."""
+        return None
+
+    def states(self) -> list[dict[str, Any]]:
+        return [r.state_dict() for r in self.replicas]
+
+    def load(self, states: Sequence[dict[str, Any]]) -> None:
+        for replica, state in zip(self.replicas, states, strict=True):
+            replica.load_state_dict(state)
+
+    def close(self) -> None:
+        pass
+
+
+def reduced_bytes(model: nn.Module, workers: int, wire: str = "fp32") -> float:
+    """What a worker sends in an all-reduce of the gradients: 2 (n - 1) / n of their size."""
+    return 2 * (workers - 1) / workers * WIRE_BYTES[wire] * sum(p.numel() for p in model.parameters())
+
+
+class GossipCrew(Crew):
+    """This process is one of n workers that gossip."""
+
+    def __init__(self, task: Task, method: Method, config: RunConfig, rank: int, trace: Path | None):
+        replica = make_replica(task, method, config, [rank])
+        self._inside = 0.0
+        if config.exact_inside:
+            replica.forward = DistributedDataParallel(replica.model, process_group=gossamer.node_group())
+            here = config.per_node[gossamer.Layout.of(config.per_node).node[rank]]
+            self._inside = reduced_bytes(replica.model, here)
+        settings = gossip_settings(method, config)
+        self.gossip = gossamer.decentralize(replica.forward, replica.optimizer, trace=trace, **settings)
+        super().__init__([replica], [rank], config.workers)
+
+    def averaged(self) -> AbstractContextManager[nn.Module]:
+        return self.gossip.averaged()
+
+    def consensus_distance(self) -> float:
+        return self.gossip.consensus_distance()
+
+    def bytes_sent(self) -> float:
+        stats = self.gossip.stats()
+        return float(stats["bytes_sent"]) + self._inside * stats["steps"]
+
+    def seconds_waited(self) -> float:
+        return float(self.gossip.stats()["seconds_waited"])
+
+    def states(self) -> list[dict[str, Any]]:
+        gossip = self.gossip.state_dict()  # first: it may bring this worker to a later round
+        return [{**state, "gossip": gossip} for state in super().states()]
+
+    def load(self, states: Sequence[dict[str, Any]]) -> None:
+        super().load(states)
+        self.gossip.load_state_dict(states[0]["gossip"])
+
+    def close(self) -> None:
+        self.gossip.close()
+
+
+class DdpCrew(Crew):
+    """This process is one of n workers under torch's own DDP."""
+
+    lockstep = True
+
+    def __init__(
+        self, task: Task, method: Method, config: RunConfig, rank: int, hook: Callable[..., Any] | None = None
+    ):
+        replica = make_replica(task, method, config, [rank])
+        wrapped = DistributedDataParallel(replica.model)
+        if hook is not None:
+            wrapped.register_comm_hook(None, hook)
+        replica.forward = wrapped
+        self._a_step = reduced_bytes(replica.model, config.workers, method.wire)
+        super().__init__([replica], [rank], config.workers)
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        yield self.replicas[0].model
+
+    def bytes_sent(self) -> float:
+        return self._a_step * self.replicas[0].scheduler.last_epoch
+
+
+class VirtualCrew(Crew):
+    """All workers in this process. Workers that average gradients exactly share a replica: all under DDP, a node's
+    with `exact_inside`, else each has its own."""
+
+    def __init__(self, task: Task, method: Method, config: RunConfig):
+        layout = gossamer.Layout.of(config.per_node)
+        everyone = tuple(range(layout.n))
+        if method.algorithm == "ddp":
+            groups: Sequence[Sequence[int]] = [everyone]
+        elif config.exact_inside:
+            groups = layout.members
+        else:
+            groups = [(w,) for w in everyone]
+        replicas = [make_replica(task, method, config, g) for g in groups]
+        super().__init__(replicas, range(len(groups)), len(groups))
+        self._shared = len(groups[0])
+        self._inside = reduced_bytes(replicas[0].model, self._shared, method.wire if len(groups) == 1 else "fp32")
+        self.cluster: gossamer.VirtualCluster | None = None
+        if method.algorithm != "ddp":
+            per_node = [1] * len(groups) if config.exact_inside else config.per_node
+            self.cluster = gossamer.VirtualCluster(per_node=per_node)
+            models, optimizers = [r.model for r in replicas], [r.optimizer for r in replicas]
+            self.cluster.decentralize(models, optimizers, **gossip_settings(method, config))
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        if self.cluster is None:
+            yield self.replicas[0].model
+        else:
+            with self.cluster.averaged() as model:
+                yield model
+
+    def consensus_distance(self) -> float:
+        return 0.0 if self.cluster is None else self.cluster.consensus_distance()
+
+    def bytes_sent(self) -> float:
+        gossips = [] if self.cluster is None else self.cluster.gossips
+        between = sum(g.stats()["bytes_sent"] for g in gossips) / (self._shared * len(self.replicas))
+        return between + self._inside * self.replicas[0].scheduler.last_epoch
+
+    def states(self) -> list[dict[str, Any]]:
+        if self.cluster is None:
+            return super().states()
+        gossips = self.cluster.state_dicts()
+        return [{**state, "gossip": g} for state, g in zip(super().states(), gossips, strict=True)]
+
+    def load(self, states: Sequence[dict[str, Any]]) -> None:
+        super().load(states)
+        if self.cluster is not None:
+            self.cluster.load_state_dicts([s["gossip"] for s in states])
+
+    def close(self) -> None:
+        if self.cluster is not None:
+            self.cluster.close()

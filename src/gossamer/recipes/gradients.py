@@ -1,0 +1,174 @@
+"""The gradients of the replicas in this process: one backward pass after the other, or all in one vectorized pass."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from gossamer.recipes.config import RunConfig
+from gossamer.recipes.replica import Replica
+from gossamer.recipes.task import Task
+
+BatchesOf = Sequence[Sequence[Sequence[Any]]]  # by replica, member, micro-batch
+
+
+class Gradients(Protocol):
+    """Put the mean gradient over its batches into every replica; the mean loss of each replica."""
+
+    def __call__(self, replicas: Sequence[Replica], batches: BatchesOf) -> list[float]: ...
+
+
+def precision(config: RunConfig) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16) if config.amp else contextlib.nullcontext()
+
+
+class Looped:
+    """A forward and a backward pass for each batch, each worker with random numbers of its own.
+
+    Workers that share a replica are torch's DDP in one process: the gradients are averaged, and the buffers that
+    remain are those of the first worker.
+    """
+
+    def __init__(self, task: Task, config: RunConfig):
+        self.task, self.config = task, config
+
+    def __call__(self, replicas: Sequence[Replica], batches: BatchesOf) -> list[float]:
+        return [self._replica(r, b) for r, b in zip(replicas, batches, strict=True)]
+
+    def _replica(self, replica: Replica, batches: Sequence[Sequence[Any]]) -> float:
+        shared = len(replica.members) > 1
+        buffers = list(replica.model.buffers()) if shared else []
+        before = [b.clone() for b in buffers]
+        first: list[Tensor] = []
+        total = 0.0
+        for place, own in enumerate(batches):
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+            torch.set_rng_state(replica.random[place])
+            for at, batch in enumerate(own):
+                with self._unsynchronized(replica, at < len(own) - 1):
+                    with precision(self.config):
+                        loss = self.task.loss(replica.forward, batch)
+                    (loss / (len(own) * len(batches))).backward()
+                total += float(loss.detach()) / (len(own) * len(batches))
+            replica.random[place] = torch.get_rng_state()
+            if place == 0:
+                first = [b.clone() for b in buffers]
+        for buffer, value in zip(buffers, first, strict=True):
+            buffer.copy_(value)
+        return total
+
+    @staticmethod
+    def _unsynchronized(replica: Replica, more: bool) -> AbstractContextManager[Any]:
+        """DDP averages gradients in the last micro-batch only."""
+        if more and isinstance(replica.forward, DistributedDataParallel):
+            return replica.forward.no_sync()
+        return contextlib.nullcontext()
+
+
+class _Loss(nn.Module):
+    """The task's loss as a module, so that `functional_call` can replace the model's parameters."""
+
+    def __init__(self, task: Task, model: nn.Module):
+        super().__init__()
+        self.task, self.model = task, model
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.task.loss(self.model, batch)
+
+
+class Batched:
+    """All replicas' gradients by `vmap` over stacked parameters. Needs batches of equal shapes and a model without
+    buffers that change; dropout differs between workers, with other random numbers than `Looped`."""
+
+    def __init__(self, task: Task, config: RunConfig):
+        self.task, self.config = task, config
+
+    def __call__(self, replicas: Sequence[Replica], batches: BatchesOf) -> list[float]:
+        loss = _Loss(self.task, replicas[0].model)
+        names = [f"model.{name}" for name, _ in replicas[0].model.named_parameters()]
+        parameters = [list(r.model.parameters()) for r in replicas]
+
+        def mean_loss(values: list[Tensor], inputs: Any) -> Tensor:
+            def one(batch: Any) -> Tensor:
+                with precision(self.config):
+                    return functional_call(loss, dict(zip(names, values, strict=True)), (batch,))
+
+            return vmap(one, randomness="different")(inputs).float().mean()
+
+        torch.set_rng_state(replicas[0].random[0])
+        gradient = grad_and_value(mean_loss)
+        flat = [[batch for own in replica for batch in own] for replica in batches]
+        if len(replicas) == 1:
+            gradients, losses = gradient([p.detach() for p in parameters[0]], _stack(flat[0]))
+            gradients, losses = [g[None] for g in gradients], losses[None]
+        else:
+            stacked = [torch.stack([p.detach() for p in same]) for same in zip(*parameters, strict=True)]
+            inputs = _stack([_stack(own) for own in flat])
+            gradients, losses = vmap(gradient, randomness="different")(stacked, inputs)
+        replicas[0].random[0] = torch.get_rng_state()
+        for place, own in enumerate(parameters):
+            for parameter, value in zip(own, gradients, strict=True):
+                parameter.grad = value[place]
+        return [float(v) for v in losses]
+
+
+def _stack(batches: Sequence[Any]) -> Any:
+    """Equal structures of tensors as one, with a new first dimension. Other leaves must be equal."""
+    leaves, specs = zip(*(pytree.tree_flatten(b) for b in batches), strict=True)
+    if any(s != specs[0] for s in specs):
+        raise ValueError("batches differ in structure")
+    made = []
+    for same in zip(*leaves, strict=True):
+        if not all(isinstance(x, Tensor) for x in same):
+            raise ValueError("a batch holds something that is no tensor")
+        made.append(torch.stack(same))
+    return pytree.tree_unflatten(made, specs[0])
+
+
+def choose(task: Task, config: RunConfig, replicas: Sequence[Replica]) -> tuple[Gradients, str]:
+    """The way to compute gradients, and its name (`on` or `off`, as in the configuration). `auto` tries both on a first
+    batch and keeps the faster one; streams, random numbers and gradients are then as before."""
+    looped = Looped(task, config)
+    if config.batched == "off" or sum(len(r.members) for r in replicas) == 1 or _changes(replicas[0].model):
+        return looped, "off"
+    batched = Batched(task, config)
+    if config.batched == "on":
+        return batched, "on"
+    places = [[s.state_dict() for s in r.streams] for r in replicas]
+    random = [list(r.random) for r in replicas]
+    batches = [[[next(s)] for s in r.streams] for r in replicas]
+    seconds: dict[str, float] = {}
+    for name, way in (("on", batched), ("off", looped)):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # vmap warns where it falls back to a loop; the clock decides
+                way(replicas, batches)
+                began = time.perf_counter()
+                way(replicas, batches)
+                seconds[name] = time.perf_counter() - began
+        except (RuntimeError, ValueError, NotImplementedError, TypeError):
+            if name == "off":
+                raise
+    for replica, at, state in zip(replicas, places, random, strict=True):
+        replica.optimizer.zero_grad()
+        replica.random[:] = state
+        for stream, position in zip(replica.streams, at, strict=True):
+            stream.load_state_dict(position)
+    best = min(seconds, key=seconds.__getitem__)
+    return (batched if best == "on" else looped), best
+
+
+def _changes(model: nn.Module) -> bool:
+    """Whether training moves buffers (running statistics), which a vectorized pass cannot."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats for m in model.modules())

@@ -1,0 +1,116 @@
+"""The training loop: one for every task, every method, real workers and virtual ones."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gossamer import GossamerError
+from gossamer.recipes.config import RunConfig
+from gossamer.recipes.crew import Crew
+from gossamer.recipes.gradients import Gradients
+from gossamer.recipes.stop import Stop, StopHere
+from gossamer.recipes.task import Task
+
+Row = dict[str, Any]
+Clock = Callable[[int], float]
+
+
+class Diverged(GossamerError):
+    """The loss is no longer a finite number."""
+
+
+@dataclass
+class Progress:
+    """How far a run is. Time counts training only, not evaluations and checkpoints."""
+
+    step: int = 0
+    seconds: float = 0.0
+    units: int = 0
+    bytes: float = 0.0
+    waited: float = 0.0
+    stopped: bool = False
+    evaluation: dict[str, Any] = field(default_factory=dict)  # the last one
+
+    def state_dict(self) -> dict[str, Any]:
+        return {k: getattr(self, k) for k in ("step", "seconds", "units", "bytes", "waited")}
+
+
+def train(
+    task: Task,
+    crew: Crew,
+    config: RunConfig,
+    gradients: Gradients,
+    *,
+    progress: Progress,
+    log: Callable[[Row], None],
+    save: Callable[[Progress], None],
+    stop: Stop | StopHere,
+    clock: Clock | None = None,
+) -> Progress:
+    """Train from `progress.step` to `config.steps`.
+
+    `log` receives a row a step and a row an evaluation; `save` is called on every worker after the same step. With
+    `clock(k)`, the simulated time after k steps, `seconds` are not measured.
+    """
+    sent_before, waited_before = progress.bytes, progress.waited
+    while progress.step < config.steps:
+        if stop(progress.step):
+            progress.stopped = True
+            with stop.meeting(progress.step):
+                save(progress)
+            return progress
+        began = time.perf_counter()
+        batches = [[[next(s) for _ in range(config.micro_batches)] for s in r.streams] for r in crew.replicas]
+        rate = crew.replicas[0].scheduler.get_last_lr()[0]
+        losses = gradients(crew.replicas, batches)
+        for replica in crew.replicas:
+            replica.step(config.clip)
+        progress.step += 1
+        progress.seconds += time.perf_counter() - began
+        if clock is not None:
+            progress.seconds = clock(progress.step)
+        progress.units += sum(task.size(b) for r in batches for own in r for b in own)
+        progress.bytes = sent_before + crew.bytes_sent()
+        waited = crew.seconds_waited()
+        progress.waited = waited_before + (waited or 0.0)
+        loss = sum(losses) / len(losses)
+        if not math.isfinite(loss):
+            raise Diverged(
+                f"the loss is {loss} after step {progress.step} at learning rate {rate:g}; lower --lr, or lengthen the "
+                "warm-up"
+            )
+        row = progress.state_dict()
+        log({**row, "loss": loss, "lr": rate, "waited": None if waited is None else progress.waited})
+        last = progress.step == config.steps
+        if last or progress.step % config.eval_steps == 0:
+            with stop.meeting(progress.step):
+                evaluation = evaluate(task, crew, final=last)
+            if evaluation:
+                log({"step": progress.step, "seconds": progress.seconds, **evaluation})
+                progress.evaluation = evaluation
+        if config.checkpoint_every and (last or progress.step % config.checkpoint_every == 0):
+            with stop.meeting(progress.step):
+                save(progress)
+    stop.done(config.steps)
+    return progress
+
+
+def evaluate(task: Task, crew: Crew, *, final: bool = False) -> dict[str, Any]:
+    """The consensus model's quality and worker 0's own. Called by every worker; the first process measures, the others
+    go on with their next step."""
+    found: dict[str, Any] = {"consensus_distance": crew.consensus_distance(), "final": final}
+    with crew.averaged() as model:
+        if crew.leads:
+            found["averaged"] = task.evaluate(model, final=final)
+    if not crew.leads:
+        return {}
+    alone = crew.lockstep or crew.total == 1
+    own = crew.replicas[0]
+    found["local"] = found["averaged"] if alone else task.evaluate(own.model, final=final)
+    if own.ema is not None:
+        found["ema"] = task.evaluate(own.ema.module, final=final)
+    return found

@@ -1,0 +1,77 @@
+"""From a method to its optimizer, its learning-rate schedule and its gossip."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import gossamer
+from gossamer import InputError
+from gossamer.recipes.config import RunConfig
+
+DEFAULT_LR = {"adam": 2e-3, "accumadam": 2e-3, "sgd": 0.05}
+
+
+class Method(Protocol):
+    """A parsed `NAME[:TOPOLOGY[:WIRE]]`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def algorithm(self) -> str: ...
+    @property
+    def optimizer(self) -> str: ...
+    @property
+    def topology(self) -> str | None: ...
+    @property
+    def wire(self) -> str: ...
+
+
+def learning_rate(method: Method, config: RunConfig) -> float:
+    return DEFAULT_LR[method.optimizer] if config.lr is None else config.lr
+
+
+def make_optimizer(method: Method, parameters: Iterable[nn.Parameter], config: RunConfig) -> torch.optim.Optimizer:
+    lr, decay = learning_rate(method, config), config.weight_decay
+    if method.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=lr, momentum=config.momentum, weight_decay=decay)
+    settings: dict[str, Any] = {"lr": lr, "betas": config.betas, "eps": config.eps, "weight_decay": decay}
+    if method.optimizer == "adam":
+        return (torch.optim.AdamW if decay else torch.optim.Adam)(parameters, **settings)
+    kind = gossamer.AccumAdamW if decay else gossamer.AccumAdam
+    return kind(parameters, accumulate=config.accumulate, betas_per=config.betas_per, **settings)
+
+
+def gossip_settings(method: Method, config: RunConfig) -> dict[str, Any]:
+    """The arguments of `gossamer.decentralize`."""
+    if method.name == "decent-dp":
+        raise InputError("the recipes train with Gossamer and torch, not with decent-dp; measure it by gossamer bench")
+    settings = {"every": config.every, "staleness": config.staleness, "average_every": config.average_every}
+    algorithm = config.combine if method.algorithm == "awc" else method.algorithm
+    return {"topology": method.topology, "algorithm": algorithm, "wire": method.wire, **settings}
+
+
+def factor(config: RunConfig) -> Callable[[int], float]:
+    """The learning rate of a step over its peak: linear warm-up over w steps, then constant, half a cosine down to
+    0, or sqrt(w / step)."""
+    warmup, steps = config.warmup_steps, config.steps
+
+    def at(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if config.schedule == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, steps - warmup))))
+        if config.schedule == "inverse-sqrt":
+            return math.sqrt(max(1, warmup) / (step + 1))
+        return 1.0
+
+    return at
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, config: RunConfig) -> LambdaLR:
+    return LambdaLR(optimizer, factor(config))

@@ -1,0 +1,77 @@
+"""A replica: one copy of the model, its optimizer, and the workers whose batches make its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from gossamer.recipes.config import RunConfig
+from gossamer.recipes.methods import Method, make_optimizer, make_scheduler
+from gossamer.recipes.task import Batches, Task
+
+
+@dataclass
+class Replica:
+    model: nn.Module
+    forward: nn.Module  # what the loss calls: the model, or DDP around it
+    optimizer: torch.optim.Optimizer
+    scheduler: LambdaLR
+    members: tuple[int, ...]
+    streams: list[Batches]  # one a member
+    random: list[Tensor]  # each member's random numbers
+    ema: AveragedModel | None
+
+    def step(self, clip: float) -> None:
+        if clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        if self.ema is not None:
+            self.ema.update_parameters(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": {"last_epoch": self.scheduler.last_epoch, "_last_lr": self.scheduler.get_last_lr()},
+            "streams": [s.state_dict() for s in self.streams],
+            "random": list(self.random),
+            "ema": None if self.ema is None else self.ema.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        for stream, saved in zip(self.streams, state["streams"], strict=True):
+            stream.load_state_dict(saved)
+        self.random[:] = state["random"]
+        if self.ema is not None and state["ema"] is not None:
+            self.ema.load_state_dict(state["ema"])
+
+
+def make_replica(task: Task, method: Method, config: RunConfig, members: Sequence[int]) -> Replica:
+    """The same model on every worker; data and random numbers differ by worker, whatever the process."""
+    model = task.model(config.seed).train()
+    optimizer = make_optimizer(method, model.parameters(), config)
+    random = []
+    for worker in members:
+        generator = torch.Generator().manual_seed(1_000_003 * (config.seed + 1) + worker)
+        random.append(generator.get_state())
+    return Replica(
+        model=model,
+        forward=model,
+        optimizer=optimizer,
+        scheduler=make_scheduler(optimizer, config),
+        members=tuple(members),
+        streams=[task.batches(w, config.workers, seed=config.seed) for w in members],
+        random=random,
+        ema=AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema)) if config.ema else None,
+    )
