@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from gossamer.errors import GossamerError, GossamerWarning, InputError
 
 if TYPE_CHECKING:
-    from gossamer.engine import ConsensusGuard, Gossip, PeerError, VirtualCluster, decentralize, node_group
+    from gossamer.engine import ConsensusGuard, Gossip, PeerError, VirtualCluster, decentralize, node_group, probe
     from gossamer.optim import AccumAdam, AccumAdamW
     from gossamer.topology import Layout, Topology
 
@@ -26,11 +26,20 @@ __all__ = [
     "__version__",
     "decentralize",
     "node_group",
+    "probe",
 ]
 
 # Imported when first used: topologies and predictions work on a machine without torch.
 _HOMES = {
-    "gossamer.engine": ("ConsensusGuard", "Gossip", "PeerError", "VirtualCluster", "decentralize", "node_group"),
+    "gossamer.engine": (
+        "ConsensusGuard",
+        "Gossip",
+        "PeerError",
+        "VirtualCluster",
+        "decentralize",
+        "node_group",
+        "probe",
+    ),
     "gossamer.optim": ("AccumAdam", "AccumAdamW"),
     "gossamer.topology": ("Layout", "Topology"),
 }

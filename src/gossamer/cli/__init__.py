@@ -10,8 +10,12 @@ from gossamer.cli.program import main
 COMMANDS = (
     "topology",
     "simulate",
+    "probe",
     "advise",
     "trace",
+    "train",
+    "compare",
+    "report",
     "doctor",
 )
 

@@ -1,0 +1,58 @@
+"""Measuring how long a user's own step computes, from the optimizer's hooks: no change to the loop."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch.optim import Optimizer
+
+from gossamer.comm import clock
+from gossamer.errors import InputError
+
+
+class probe:
+    """`with gossamer.probe(optimizer, "compute.json"): ...` around a training loop on one worker.
+
+    Records the time from the end of a step to the beginning of the next (data, forward, backward), and the size of the
+    optimizer's parameters. Run it without DDP, whose all-reduce hides in the backward pass. `gossamer probe --compute
+    compute.json` puts the samples into a cluster file.
+    """
+
+    def __init__(self, optimizer: Optimizer, path: str | os.PathLike[str], *, warm_up: int = 2):
+        self._optimizer, self._path, self._warm_up = optimizer, Path(path), warm_up
+        self.samples: list[float] = []
+        self._since: float | None = None
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Self:
+        def before(*_: Any) -> None:
+            if self._since is not None:
+                self.samples.append(clock() - self._since)
+                self._since = None
+
+        def after(*_: Any) -> None:
+            self._since = clock()
+
+        self._hooks = [self._optimizer.register_step_pre_hook(before), self._optimizer.register_step_post_hook(after)]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if kind is not None:
+            return
+        kept = self.samples[self._warm_up :]
+        if not kept:
+            raise InputError(
+                f"the probe saw {len(self.samples)} step(s) and leaves out the first {self._warm_up}; train for more"
+            )
+        parameters = [p for g in self._optimizer.param_groups for p in g["params"]]
+        size = sum(p.numel() * p.element_size() for p in parameters)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps({"samples": kept, "model_mb": size / 1e6}) + "\n")

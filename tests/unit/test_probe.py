@@ -1,0 +1,102 @@
+"""From measurements to a cluster file: the tournament of pairs, odd links, compute times from three sources."""
+
+import json
+from itertools import combinations
+
+import pytest
+import torch
+
+import gossamer
+from gossamer.comm.probe import tournament
+from gossamer.errors import InputError
+from gossamer.runtime.cluster import from_dict, to_toml
+from gossamer.runtime.probed import cluster_from_probe, read_compute
+from gossamer.trace import TraceWriter
+
+
+@pytest.mark.parametrize("nodes", range(2, 12))
+def test_every_two_nodes_meet_once(nodes):
+    rounds = tournament(nodes)
+    assert sorted(p for r in rounds for p in r) == sorted(combinations(range(nodes), 2))
+    for pairs in rounds:
+        busy = [node for p in pairs for node in p]
+        assert len(set(busy)) == len(busy)
+
+
+def link(a, b, rate, flow=None, latency=1e-4):
+    flow = rate if flow is None else flow
+    return {"nodes": (a, b), "latency_s": latency, "flow_bytes_per_s": flow, "link_bytes_per_s": rate, "flows": 2}
+
+
+def test_odd_pairs_get_an_entry_of_their_own():
+    inter = [link(0, 1, 6.25e6), link(0, 2, 6.25e6), link(1, 2, 1.25e6)]
+    links = {"per_node": (2, 2, 2), "inter": inter, "intra": [link(0, 0, 1e9)]}
+    cluster = cluster_from_probe(links, {"seconds": 0.4}, 4.0)
+    assert cluster.links.inter.bandwidth_gbps == pytest.approx(0.05)
+    assert [(p.nodes, p.bandwidth_gbps) for p in cluster.links.pairs] == [((1, 2), pytest.approx(0.01))]
+    assert cluster.links.intra.bandwidth_gbps == pytest.approx(8.0)
+    import tomllib
+
+    assert from_dict(tomllib.loads(to_toml(cluster))) == cluster
+
+
+def test_a_connection_below_the_link_is_kept_apart():
+    links = {"per_node": (2, 1), "inter": [link(0, 1, 1e8, flow=5e7)], "intra": []}
+    found = cluster_from_probe(links, {"seconds": 0.4}, 4.0)
+    assert found.per_node == (2, 1)
+    assert found.links.inter.flow_gbps == pytest.approx(0.4)
+
+
+def test_the_model_size_must_come_from_somewhere():
+    with pytest.raises(InputError, match="--model-mb"):
+        cluster_from_probe({"per_node": (1,), "inter": [], "intra": []}, {"seconds": 1.0}, None)
+
+
+def test_the_probe_records_steps_and_size(tmp_path):
+    model = torch.nn.Linear(100, 10, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gossamer.probe(optimizer, tmp_path / "compute.json"):
+        for _ in range(6):
+            model(torch.ones(2, 100)).sum().backward()
+            optimizer.step()
+    said = read_compute(str(tmp_path / "compute.json"))
+    assert len(said["samples"]) == 3  # six steps have five gaps, two of which are warm-up
+    assert said["model_mb"] == pytest.approx(4e-3)
+    optimizer.step()  # its hooks are gone
+    assert len(read_compute(str(tmp_path / "compute.json"))["samples"]) == 3
+
+
+def test_too_few_steps_to_probe(tmp_path):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(InputError, match="train for more"), gossamer.probe(optimizer, tmp_path / "x.json"):
+        optimizer.step()
+
+
+def test_compute_from_a_trace_and_from_a_number(tmp_path):
+    with TraceWriter(tmp_path, 0, [0]) as writer:
+        for step in range(4):
+            writer.record("forward", step, step + 0.1, step=step)
+            writer.record("backward", step + 0.1, step + 0.3, step=step)
+            writer.record("wait", step + 0.3, step + 0.9, step=step)
+    assert read_compute(str(tmp_path))["seconds"] == pytest.approx(0.3)
+    assert len(read_compute(str(tmp_path))["samples"]) == 3
+    assert read_compute("0.25") == {"seconds": 0.25}
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"samples": "many"}', '{"samples": []}', "[1, 2]"])
+def test_files_without_compute_times(tmp_path, content):
+    path = tmp_path / "compute.json"
+    path.write_text(content)
+    with pytest.raises(InputError, match="compute times"):
+        read_compute(str(path))
+    with pytest.raises(InputError, match="cannot read"):
+        read_compute(str(tmp_path / "missing.json"))
+
+
+def test_samples_are_thinned_not_cut(tmp_path):
+    path = tmp_path / "compute.json"
+    path.write_text(json.dumps({"samples": [1.0] * 5000 + [3.0] * 5000}))
+    said = read_compute(str(path))
+    assert said["seconds"] == pytest.approx(2.0)
+    assert len(said["samples"]) <= 512
+    assert sum(said["samples"]) / len(said["samples"]) == pytest.approx(2.0, rel=0.02)
