@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from reference import Dense, quadratic
 from torch import nn
 
 import gossamer
 from gossamer.topology import Layout, build, entries
+from reference import Dense, quadratic
 
 FLAT = [[n] for n in (1, 2, 3, 4, 5, 7, 8, 16)]
 NODES = [[4, 4, 2], [1, 2, 1], [3, 3], [1, 1, 1, 1], [2, 2, 2, 2]]
@@ -103,7 +103,7 @@ def test_every_topology(topology, per_node, algorithm):
                 built,
                 names,
                 torch.float32 if stagger else torch.float64,
-                3 if large else 5,
+                3 if large else 4,
                 algorithm=algorithm,
                 stagger=stagger,
                 hierarchical=hierarchical,

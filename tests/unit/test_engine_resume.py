@@ -1,0 +1,153 @@
+"""A resumed run equals the uninterrupted one bit by bit; taking the state changes nothing."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import gossamer
+from gossamer import ConsensusGuard
+from gossamer.errors import InputError
+
+CASES = {
+    "awc": {},
+    "atc": {"algorithm": "atc"},
+    "every": {"every": 2},
+    "every, odd steps": {"every": 3, "average_every": 6},
+    "average_every": {"average_every": 4},
+    "int8": {"wire": "int8"},
+    "guard": {"guard": ConsensusGuard(max_ratio=1e-9, every=4)},
+    "guard below its limit": {"guard": ConsensusGuard(max_ratio=1e9, every=3)},
+    "staleness": {"staleness": 2},
+    "staleness and every": {"staleness": 1, "every": 2, "guard": ConsensusGuard(max_ratio=1e-9, every=4)},
+    "atc, guard": {"algorithm": "atc", "guard": ConsensusGuard(max_ratio=1e-9, every=4)},
+}
+
+
+class Run:
+    def __init__(self, per_node, seed, broadcast=True, **settings):
+        n = sum(per_node)
+        torch.manual_seed(seed)
+        self.models = [nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)) for _ in range(n)]
+        self.optimizers = [
+            [
+                torch.optim.AdamW(m[0].parameters(), lr=0.05),
+                gossamer.AccumAdamW(m[2].parameters(), lr=0.05, accumulate=3),
+            ]
+            for m in self.models
+        ]
+        self.cluster = gossamer.VirtualCluster(per_node=per_node)
+        self.gossips = self.cluster.decentralize(
+            self.models, self.optimizers, broadcast=broadcast, bucket_mb=128 / 2**20, **settings
+        )
+
+    def train(self, first, last):
+        for t in range(first, last):
+            for i, (model, optimizers) in enumerate(zip(self.models, self.optimizers, strict=True)):
+                g = torch.Generator().manual_seed(100 * t + i)
+                model.zero_grad()
+                (model(torch.randn(4, 5, generator=g)) - i).square().mean().backward()
+                for o in optimizers:
+                    o.step()
+
+    def save(self):
+        """As a file on disk would have it."""
+        file = io.BytesIO()
+        states = self.cluster.state_dicts()
+        torch.save(
+            [
+                (m.state_dict(), [o.state_dict() for o in os], s)
+                for m, os, s in zip(self.models, self.optimizers, states, strict=True)
+            ],
+            file,
+        )
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    def load(self, saved):
+        for m, os, (model, optimizers, _) in zip(self.models, self.optimizers, saved, strict=True):
+            m.load_state_dict(model)
+            for o, state in zip(os, optimizers, strict=True):
+                o.load_state_dict(copy.deepcopy(state))
+        self.cluster.load_state_dicts([s for _, _, s in saved])
+
+    def values(self):
+        return [p.detach().clone() for m in self.models for p in m.parameters()]
+
+
+@pytest.mark.parametrize("per_node", [[3], [2, 2]], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_resume_is_bit_exact(case, per_node):
+    for stop in (1, 3, 4, 5):
+        plain = Run(per_node, 0, **CASES[case])
+        plain.train(0, 12)
+        stopped = Run(per_node, 0, **CASES[case])
+        stopped.train(0, stop)
+        saved = stopped.save()
+        resumed = Run(per_node, 1, broadcast=False, **CASES[case])
+        resumed.load(saved)
+        assert all(map(torch.equal, resumed.values(), stopped.values()))
+        resumed.train(stop, 12)
+        assert all(map(torch.equal, resumed.values(), plain.values())), f"stopped after {stop} steps"
+        stopped.train(stop, 12)  # the one whose state was taken goes on
+        assert all(map(torch.equal, stopped.values(), plain.values())), f"looked at after {stop} steps"
+
+
+def test_into_a_cluster_that_has_trained():
+    plain, stopped, other = (Run([3], s) for s in (0, 0, 1))
+    plain.train(0, 8)
+    stopped.train(0, 4)
+    saved = stopped.save()
+    other.train(0, 3)
+    other.load(saved)
+    other.train(4, 8)
+    assert all(map(torch.equal, other.values(), plain.values()))
+
+
+def test_into_a_cluster_in_the_middle_of_a_step():
+    stopped, other = Run([3], 0), Run([3], 1)
+    stopped.train(0, 2)
+    saved = stopped.save()
+    for o in other.optimizers[0]:
+        o.step()  # workers 1 and 2 have not stepped
+    other.load(saved)
+    other.train(2, 4)
+    stopped.train(2, 4)
+    assert all(map(torch.equal, other.values(), stopped.values()))
+
+
+def test_a_state_of_another_run_is_refused():
+    saved = [s for _, _, s in Run([3], 0).save()]
+    other = Run([2, 2], 0)
+    with pytest.raises(InputError, match="3 states for 4 virtual workers; pass one each"):
+        other.cluster.load_state_dicts(saved)
+    with pytest.raises(InputError, match=r"saved with 3 workers, topology 'aer' .* this run has 4, 'aer' and 2"):
+        other.cluster.load_state_dicts([*saved, saved[0]])
+    with pytest.raises(InputError, match=r"not a state of Gossip.state_dict\(\): version None, expected 1"):
+        other.cluster.load_state_dicts([{}] * 4)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)])
+def test_staleness_must_be_the_same(before, after):
+    run = Run([2], 0, staleness=before)
+    run.train(0, 2)
+    saved = run.save()
+    with pytest.raises(InputError, match=rf"saved {'with' if before else 'without'} staleness .* staleness={after};"):
+        Run([2], 0, staleness=after).load(saved)
+
+
+def test_reset_forgets_the_exchange_in_flight():
+    run = Run([3], 0)
+    run.train(0, 2)
+    with torch.no_grad():
+        for m in run.models:
+            for p in m.parameters():
+                p.fill_(0.5)
+    run.cluster.reset()
+    for os in run.optimizers:
+        for o in os:
+            o.zero_grad()  # no gradient: only a mix could move anything
+            o.step()
+    assert all(v.eq(0.5).all() for v in run.values())
