@@ -1,0 +1,135 @@
+"""Predictions from a probed cluster file against measurements in the lab, on settings never used for calibration.
+
+    python benchmarks/predict_vs_lab.py --out benchmarks/records/predict-vs-lab
+
+For each link rate the lab's links are probed once, as `gossamer probe` does, and the step time of every method is
+predicted from that; then each is measured. Reported: every error, the median and the worst, and whether the order of
+the methods was right wherever two differ by more than 10 %.
+"""
+
+import argparse
+import statistics
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gossamer.cli.probe import _lab_worker as probe_worker
+from gossamer.lab.bench import Plan, run
+from gossamer.lab.bench_setup import Setup
+from gossamer.report.record import environment, write_record
+from gossamer.runtime.methods import parse
+from gossamer.runtime.predict import predict
+from gossamer.runtime.probed import cluster_from_probe
+
+RATES = ("50mbit", "150mbit", "600mbit")
+JITTERS = ("none", "lognormal:0.3")
+METHODS = ("ddp", "dadam:aer", "dadam:exp", "dadam:ring")
+DDP_BUCKET_MB = 0.5  # DDP at its best in these settings
+
+
+def measure(setup: Setup, method: str, steps: int, repeats: int) -> dict[str, Any]:
+    bucket = DDP_BUCKET_MB if method == "ddp" else None
+    plan = Plan(steps=steps, repeats=repeats, bucket_mb=bucket, sweep_steps=0)
+    found: dict[str, Any] = run(setup, [parse(method)], plan)["results"][0]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for the record")
+    parser.add_argument("--note", default="")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=1)
+    args = parser.parse_args()
+    before, console = environment(), Console()
+    rows: list[dict[str, Any]] = []
+    probes: dict[str, Any] = {}
+    for rate in RATES:
+        base = Setup(link=rate)
+        with base.cluster() as lab:
+            probes[rate] = lab.run(probe_worker, 0.5, timeout=600)[0]
+        for jitter in JITTERS:
+            setup = Setup(link=rate, jitter=jitter)
+            described = cluster_from_probe(probes[rate], {"seconds": setup.compute, "jitter": jitter}, setup.model_mb)
+            described = described.changed(ddp={"bucket_mb": DDP_BUCKET_MB})
+            for method in METHODS:
+                predicted = predict(method, described, steps=400).step_time
+                found = measure(setup, method, args.steps, args.repeats)
+                row = {
+                    "link": rate,
+                    "jitter": jitter,
+                    "method": method,
+                    "predicted_ms": 1e3 * predicted,
+                    "measured_ms": found["step_ms"],
+                    "error": 1e3 * predicted / found["step_ms"] - 1,
+                    "cpu_use": found["cpu_use"],
+                    "valid": found["valid"],
+                    "samples_ms": found["step_ms_samples"],
+                }
+                rows.append(row)
+                console.print(
+                    f"{rate:8} {jitter:14} {method:10} predicted {row['predicted_ms']:7.1f} ms, measured "
+                    f"{row['measured_ms']:7.1f} ms, error {100 * row['error']:+5.1f} %, CPU {100 * row['cpu_use']:.0f} %"
+                    f"{'' if row['valid'] else ' INVALID'}",
+                    markup=False,
+                )
+    data, summary = judge(rows)
+    console.print(summary, markup=False)
+    if args.out is not None:
+        folder = write_record(
+            args.out, data={**data, "rows": rows, "probes": probes}, summary=summary, note=args.note, environment=before
+        )
+        scatter(rows, folder / "scatter.svg")
+
+
+def judge(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
+    errors = [abs(r["error"]) for r in rows]
+    checked, wrong = 0, []
+    for setting in sorted({(r["link"], r["jitter"]) for r in rows}):
+        here = [r for r in rows if (r["link"], r["jitter"]) == setting]
+        for a, b in combinations(here, 2):
+            if max(a["measured_ms"], b["measured_ms"]) > 1.1 * min(a["measured_ms"], b["measured_ms"]):
+                checked += 1
+                if (a["measured_ms"] < b["measured_ms"]) != (a["predicted_ms"] < b["predicted_ms"]):
+                    wrong.append([*setting, a["method"], b["method"]])
+    lines = ["| link | jitter | method | predicted | measured | error | CPU |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        f"| {r['link']} | {r['jitter']} | {r['method']} | {r['predicted_ms']:.0f} ms | {r['measured_ms']:.0f} ms | "
+        f"{100 * r['error']:+.1f} % | {100 * r['cpu_use']:.0f} %{'' if r['valid'] else ' INVALID'} |"
+        for r in rows
+    ]
+    lines += [
+        "",
+        f"{len(rows)} settings: median error {100 * statistics.median(errors):.1f} %, worst {100 * max(errors):.1f} %. "
+        f"Order of two methods that differ by more than 10 %: right in {checked - len(wrong)} of {checked} pairs.",
+    ]
+    data = {
+        "median_error": statistics.median(errors),
+        "worst_error": max(errors),
+        "pairs_checked": checked,
+        "pairs_wrong": wrong,
+    }
+    return data, "\n".join(lines)
+
+
+def scatter(rows: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    axes = figure.subplots()
+    for method in METHODS:
+        here = [r for r in rows if r["method"] == method]
+        axes.scatter([r["measured_ms"] for r in here], [r["predicted_ms"] for r in here], label=method, s=30)
+    most = 1.1 * max(max(r["measured_ms"], r["predicted_ms"]) for r in rows)
+    least = 0.9 * min(min(r["measured_ms"], r["predicted_ms"]) for r in rows)
+    axes.plot([least, most], [least, most], color="0.6", linewidth=1, zorder=0)
+    axes.fill_between([least, most], [0.9 * least, 0.9 * most], [1.1 * least, 1.1 * most], color="0.92", zorder=-1)
+    axes.set(xscale="log", yscale="log", xlabel="measured in the lab, ms a step", ylabel="predicted, ms a step")
+    axes.legend(title="band: ±10 %")
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()
