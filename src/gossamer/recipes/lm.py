@@ -78,14 +78,13 @@ class LanguageModel:
             return GPT(self.vocabulary, options.context, SIZES[options.model], dropout=options.dropout)
 
     def batches(self, worker: int, workers: int, *, seed: int) -> Batches:
-        shard = None if self._alpha is None else self._shards(workers, seed)[worker]
         pick = picker(
             len(self._train),
             self.options.batch,
             worker=worker,
             workers=workers,
             seed=seed,
-            shard=shard,
+            shards=None if self._alpha is None else self._shards,
             what=f"windows of {self.options.context} tokens",
         )
         return Batches(lambda i: self._batch(self._train[pick(i)]))

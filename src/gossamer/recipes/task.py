@@ -108,6 +108,7 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
     """The bare model in evaluation mode without gradients; every module gets its own mode back."""
     modes = [(module, module.training) for module in model.modules()]
     bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    bare = getattr(bare, "_orig_mod", bare)  # what torch.compile wraps
     model.eval()
     try:
         with torch.no_grad():

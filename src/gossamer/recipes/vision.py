@@ -63,9 +63,15 @@ class Vision:
 
     def batches(self, worker: int, workers: int, *, seed: int) -> Batches:
         pixels, labels = self._data.train
-        where: dict[str, Any] = {"worker": worker, "workers": workers, "seed": seed, "what": "images"}
-        shard = None if self._alpha is None else self._shards(workers, seed)[worker]
-        pick = picker(len(labels), self.options.batch, shard=shard, **where)
+        pick = picker(
+            len(labels),
+            self.options.batch,
+            worker=worker,
+            workers=workers,
+            seed=seed,
+            shards=None if self._alpha is None else self._shards,
+            what="images",
+        )
 
         def batch(i: int) -> Batch:
             indices = pick(i)

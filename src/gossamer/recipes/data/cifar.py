@@ -51,14 +51,14 @@ def read_python(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """A pickled dictionary with `data` and `labels`, read without running anything it may contain."""
     try:
         content = _ArraysOnly(io.BytesIO(files.read_bytes(path)), encoding="bytes").load()
-        data, labels = content[b"data"], content[b"labels"]
+        data, labels = content[b"data"], np.asarray(content[b"labels"], dtype=np.int64)
     except InputError:
         raise
     except Exception as error:  # a damaged pickle raises almost anything
         raise InputError(f"{path} is not a CIFAR-10 python batch: {type(error).__name__}") from None
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != _RECORD - 1:
         raise InputError(f"{path} holds no array of {_RECORD - 1} bytes an image: not a CIFAR-10 python batch")
-    return data.reshape(-1, 3, 32, 32), np.asarray(labels, dtype=np.int64)
+    return data.reshape(-1, 3, 32, 32), labels
 
 
 class _ArraysOnly(pickle.Unpickler):

@@ -56,7 +56,7 @@ def _stack(paths: list[Path], size: int | None) -> Any:
         try:
             with image.open(path) as opened:
                 picture = opened.convert("RGB")
-        except OSError as error:
+        except (OSError, ValueError, SyntaxError, image.DecompressionBombError) as error:
             raise InputError(f"cannot read the image {path}: {error}") from None
         if size is not None:
             picture = picture.resize((size, size))

@@ -49,7 +49,8 @@ def read(directory: Path, part: str, source: str, target: str) -> list[Pair]:
         if path is None:
             raise InputError(f"{directory} has neither {part}.{language} nor {part}.{language}.gz")
         # Not splitlines(): it also cuts at characters that occur inside a sentence, and the sides would shift.
-        lines = files.read_text(path).removesuffix("\n").split("\n")
+        text = files.read_text(path).removesuffix("\n")
+        lines = text.split("\n") if text else []
         sides.append([line.strip() for line in lines])
     if len(sides[0]) != len(sides[1]):
         raise InputError(

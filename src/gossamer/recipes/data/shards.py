@@ -89,16 +89,17 @@ def picker(
     worker: int,
     workers: int,
     seed: int,
-    shard: Indices | None = None,
+    shards: Callable[[int, int], list[Indices]] | None = None,
     what: str = "samples",
 ) -> Callable[[int], Indices]:
     """`pick(i)`: the sample numbers of the worker's i-th batch.
 
-    Without a shard, the workers share one endless order and together see every sample once an epoch. With a shard
-    (the worker's own samples), the worker goes through it on its own.
+    Without shards the workers share one endless order and together see every sample once an epoch. With them
+    (`shards(workers, seed)` are each worker's own samples) a worker goes through its shard.
     """
     check_workers(samples, batch, worker=worker, workers=workers, what=what)
-    if shard is not None:
+    if shards is not None:
+        shard = shards(workers, seed)[worker]
         own = Order(len(shard), seed)
         return lambda i: shard[own.take(i * batch, batch)]
     order = Order(samples, seed)
