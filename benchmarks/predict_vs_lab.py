@@ -71,8 +71,8 @@ def main() -> None:
                 rows.append(row)
                 console.print(
                     f"{rate:8} {jitter:14} {method:10} predicted {row['predicted_ms']:7.1f} ms, measured "
-                    f"{row['measured_ms']:7.1f} ms, error {100 * row['error']:+5.1f} %, CPU {100 * row['cpu_use']:.0f} %"
-                    f"{'' if row['valid'] else ' INVALID'}",
+                    f"{row['measured_ms']:7.1f} ms, error {100 * row['error']:+5.1f} %, "
+                    f"CPU {100 * row['cpu_use']:.0f} %{'' if row['valid'] else ' INVALID'}",
                     markup=False,
                 )
     data, summary = judge(rows)
