@@ -52,6 +52,6 @@ def print_rich(*what: Any) -> None:
     """Print tables and lines of text to standard output."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)  # a method such as ddp:ring:bf16 is no emoji
     for each in what:
         console.print(each, soft_wrap=isinstance(each, str))

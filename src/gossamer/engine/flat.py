@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, InputError
+from gossamer.topology.schedule import bucket_count
 
 ALIGN_BYTES = 64
 
@@ -148,15 +149,12 @@ def refuse_overlaps(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def cut(flats: Sequence[Flat], bucket_bytes: int | None, period: int) -> list[Bucket]:
-    """Cut the buffers into buckets of equal size. Without `bucket_bytes` their number is a multiple of the schedule's
-    period (so that staggering spreads the load evenly), at least four, none above 25 MB or below 64 KB."""
+    """Cut the buffers into buckets of equal size, of `bucket_bytes` or as `bucket_count` chooses."""
     buckets: list[Bucket] = []
     for flat in flats:
         elements, item = flat.buffer.numel(), flat.buffer.element_size()
         if bucket_bytes is None:
-            base = period * -(-4 // period) if period <= 8 else 4
-            count = base * max(1, -(-elements * item // (base * 25 * 2**20)))
-            count = min(count, max(1, elements * item // 2**16))
+            count = bucket_count(elements * item, period)
         else:
             count = max(1, -(-elements * item // bucket_bytes))  # none where all parameters are empty
         align = max(1, ALIGN_BYTES // item)

@@ -7,7 +7,6 @@ inter-node link is a node's network interface, shared by all exchanges of all it
 from __future__ import annotations
 
 import json
-import math
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -18,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from gossamer.errors import InputError
 from gossamer.runtime.compute import parse_jitter
 from gossamer.topology import Layout
+from gossamer.topology.schedule import bucket_count
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -127,12 +127,8 @@ class Model(Part):
         return self.mb * 1e6
 
     def buckets_for(self, period: int) -> int:
-        """The engine's choice: a multiple of the period, at least four, none above 25 MiB or below 64 KiB."""
-        if self.buckets is not None:
-            return self.buckets
-        base = period * -(-4 // period) if period <= 8 else 4
-        count = base * max(1, math.ceil(self.bytes / (base * 25 * MiB)))
-        return int(min(count, max(1, self.bytes // 2**16)))
+        """As given, or the engine's own choice."""
+        return self.buckets if self.buckets is not None else bucket_count(self.bytes, period)
 
 
 class Ddp(Part):

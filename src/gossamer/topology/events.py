@@ -45,6 +45,8 @@ class Events:
     seed: int = 0
     gaps: Literal["poisson", "fixed"] = "poisson"
     pairing: Literal["edges", "rounds"] = "edges"
+    first: int = 0  # the first event's number
+    start: float = 0.0  # when the clock starts
 
     def __post_init__(self) -> None:
         if not (self.rate > 0 and math.isfinite(self.rate)):
@@ -68,12 +70,16 @@ class Events:
         i, j = self.edges.T
         return np.asarray(self.rate * 0.5 * (1.0 / degree[i] + 1.0 / degree[j]))
 
-    def stream(self, *, after: int = -1, since: float = 0.0) -> Iterator[Event]:
-        """All events with a number above `after`; the clock starts at `since`."""
+    def neighbors(self, worker: int) -> list[int]:
+        """Whom `worker` exchanges with."""
+        return [int(i + j) - worker for i, j in self.edges if worker in (i, j)]
+
+    def stream(self, *, after: int = -1) -> Iterator[Event]:
+        """All events with a number above `after`, without end."""
         if not len(self.edges):
             return
         random = np.random.default_rng([self.seed, 0x60551])
-        time, number = since, 0
+        time, number = self.start, self.first
         total = float(self.intensity.sum())
         if self.pairing == "edges":
             groups = [self.edges[e : e + 1] for e in range(len(self.edges))]
@@ -93,6 +99,6 @@ class Events:
                         yield Event(number, time, i, j)
                     number += 1
 
-    def of(self, worker: int, *, after: int = -1, since: float = 0.0) -> Iterator[Event]:
+    def of(self, worker: int, *, after: int = -1) -> Iterator[Event]:
         """The events that `worker` takes part in."""
-        return (e for e in self.stream(after=after, since=since) if worker in (e.i, e.j))
+        return (e for e in self.stream(after=after) if worker in (e.i, e.j))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -58,6 +59,14 @@ class Schedule:
     def traffic(self, k: int, bucket: int = 0) -> Traffic:
         """What every worker sends for that exchange."""
         return traffic(self.round(k, bucket), self.topology.layout, hierarchical=self.hierarchical)
+
+
+def bucket_count(nbytes: float, period: int) -> int:
+    """How many buckets parameters of that size are cut into when the user does not say: a multiple of the schedule's
+    period (so that staggering spreads the load evenly), at least four, none above 25 MiB or below 64 KiB."""
+    base = period * -(-4 // period) if period <= 8 else 4
+    count = base * max(1, math.ceil(nbytes / (base * 25 * 2**20)))
+    return int(min(count, max(1, nbytes // 2**16)))
 
 
 @lru_cache(maxsize=16384)
