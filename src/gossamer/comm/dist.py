@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from gossamer.errors import InputError
+from gossamer.topology import Layout
 
 __all__ = ["PrefixStore", "ProcessGroupGloo", "Store"]
 
@@ -56,6 +58,12 @@ def node_name() -> str:
         if os.environ.get(variable, "") != "":
             return f"{variable}={os.environ[variable]}"
     return f"host={socket.gethostname()}"
+
+
+def layout_of(names: Sequence[str]) -> Layout:
+    """Workers with the same node name share a node; nodes are numbered by their first worker."""
+    order = {name: at for at, name in enumerate(dict.fromkeys(names))}
+    return Layout(tuple(order[name] for name in names))
 
 
 def ddp_process_group(model: torch.nn.Module) -> Any | None:

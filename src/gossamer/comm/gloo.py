@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import queue
 import threading
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gossamer.comm.dist import PrefixStore, ProcessGroupGloo, Store, broadcast_from_first, gloo_device, subgroup_of
 from gossamer.comm.exchange import Batch, Scratch
 from gossamer.comm.pace import Pace
 from gossamer.comm.transport import Channel, Job, PeerError, Transport, clock
+
+NEVER = 2**31 - 1  # a tag that no exchange has
 
 
 class Edge:
@@ -49,6 +53,12 @@ class Edge:
     def send(self, message: Tensor, tag: int) -> Any:
         return self.group.send([message], self.other, tag)
 
+    def cut(self) -> None:
+        """End every operation under way, on both sides: a receive that times out closes the pair."""
+        if self._group is not None:
+            with suppress(RuntimeError):
+                self._group.recv([torch.empty(1)], self.other, NEVER).wait(timedelta(milliseconds=1))
+
 
 class GlooTransport(Transport):
     """A worker's edges. `store` holds their addresses; a worker talks only to whom its rounds name."""
@@ -65,7 +75,9 @@ class GlooTransport(Transport):
     def edge(self, peer: int) -> Edge:
         with self._lock:
             if peer not in self._edges:
-                self._edges[peer] = Edge(self._edge_store.clone(), self.rank, peer, self._timeout)
+                store = self._edge_store.clone()
+                store.set_timeout(timedelta(seconds=self._timeout))  # a peer may be late for the first exchange
+                self._edges[peer] = Edge(store, self.rank, peer, self._timeout)
             return self._edges[peer]
 
     def channel(self, index: int, lanes_in_flight: int, timeout: float) -> Channel:
@@ -85,8 +97,21 @@ class GlooTransport(Transport):
                 ) from error
         return [store.get(key).decode() for key in keys]
 
+    def collect(self, name: str, text: str) -> Callable[[], list[str] | None]:
+        store = self._store.clone()  # type: ignore[attr-defined]  # others may block on theirs
+        store.set(f"{name}/{self.rank}", text)
+        keys = [f"{name}/{r}" for r in range(self.size)]
+        return lambda: [store.get(key).decode() for key in keys] if store.check(keys) else None
+
     def broadcast(self, tensors: list[Tensor], among: tuple[tuple[int, ...], ...] | None = None) -> None:
         broadcast_from_first(tensors, self._group if among is None else subgroup_of(among))
+
+    def cut(self) -> None:
+        """End all exchanges under way."""
+        with self._lock:
+            edges = list(self._edges.values())
+        for edge in edges:
+            edge.cut()
 
     def close(self) -> None:
         self._edges.clear()
@@ -122,8 +147,10 @@ class GlooChannel(Channel):
             self._done.wait_for(lambda: self._pending == 0, drain)
         for q in self._queues:
             q.put(None)
+        if self._pending:  # nobody will answer any more
+            self._transport.cut()
         for thread in self._threads:
-            thread.join(timeout=1.0 if self._pending == 0 else 0.0)
+            thread.join(timeout=1.0)
 
     def _work(self, jobs: queue.SimpleQueue[Job | None]) -> None:
         scratch = Scratch()

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gossamer.comm.dist import PrefixStore, default_store, node_name, rank_and_size
+from gossamer.comm.dist import PrefixStore, default_store, layout_of, node_name, rank_and_size
 from gossamer.comm.gloo import Edge, GlooTransport
 from gossamer.comm.transport import clock
-from gossamer.topology import Layout
 
 PINGS = 30
 FIRST_BYTES = 2**16
@@ -48,12 +47,6 @@ class Links:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def layout_of(names: list[str]) -> Layout:
-    """Workers with the same node name share a node; nodes are numbered by their first worker."""
-    order = {name: at for at, name in enumerate(dict.fromkeys(names))}
-    return Layout(tuple(order[name] for name in names))
 
 
 def tournament(nodes: int) -> list[list[tuple[int, int]]]:

@@ -20,6 +20,7 @@ from gossamer.comm import (
     PrefixStore,
     Transport,
     default_store,
+    layout_of,
     node_name,
     rank_and_size,
     subgroup_of,
@@ -101,7 +102,7 @@ def decentralize(
     rank, size = rank_and_size()
     store = PrefixStore(f"gossamer/{next(_calls)}", default_store())
     transport = _transport(model, store, rank, size, timeout)
-    layout = _layout(transport.share("node", node_name()))
+    layout = layout_of(transport.share("node", node_name()))
     prepared: Prepared | None = None
     cause: Exception | None = None
     try:
@@ -174,13 +175,7 @@ def node_group() -> Any:
     rank, size = rank_and_size()
     store = PrefixStore(f"gossamer/node-group/{next(_calls)}", default_store())
     names = GlooTransport(store, rank, size, 300.0).share("node", node_name())
-    return subgroup_of(_layout(names).members)
-
-
-def _layout(names: Sequence[str]) -> Layout:
-    """Workers with the same node name share a node; nodes are numbered by their first worker."""
-    order = {name: at for at, name in reversed(list(enumerate(dict.fromkeys(names))))}
-    return Layout(tuple(order[name] for name in names))
+    return subgroup_of(layout_of(names).members)
 
 
 def _transport(model: nn.Module, store: Any, rank: int, size: int, timeout: float) -> Transport:
