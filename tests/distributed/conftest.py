@@ -1,11 +1,9 @@
 """Pools of real workers, started once a session and process, shared by all tests."""
 
 import pytest
+from workers import QUICK_NAMES
 
 from gossamer.lab import WorkerPool
-
-# A store looks up the names of those who connect; a name server that does not answer must not hold up the tests.
-QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
 
 
 class Pools:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from workers import QUICK_NAMES
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -18,7 +20,7 @@ def last_epoch(script: str) -> tuple[float, float]:
         capture_output=True,
         text=True,
         timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"},
+        env={**os.environ, **QUICK_NAMES, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     loss, accuracy = re.findall(r"test loss ([\d.]+)  accuracy ([\d.]+)", done.stdout)[-1]

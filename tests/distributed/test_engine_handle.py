@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from workers import batch, decentralize, loss_of, mlp, process_group, real, seeded, vector
+from workers import QUICK_NAMES, batch, decentralize, loss_of, mlp, process_group, real, seeded, vector
 
 import gossamer
 from gossamer.trace import merge
@@ -207,7 +207,7 @@ def test_a_job_that_forgets_close_ends_well(tmp_path, last):
     script.write_text(textwrap.dedent(FORGETFUL).format(last=last, more=0))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=100, env={**os.environ, **QUICK_NAMES, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("done")) == ["done 0", "done 1"]
