@@ -10,7 +10,8 @@ m is the same on both sides but for its sign, so the pair's sum is conserved. et
 needs no x~. Times are in mean gradient times, one unit agreed by all workers at the start.
 
 The model's parameters y are a copy of x, refreshed when a step begins: forward and backward read y undisturbed while
-x moves. The lock is held for vector operations only, and while the optimizer steps.
+x moves. The lock is held for vector operations only, and while the optimizer steps; a step that raises leaves x and
+x~ as they were.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import math
 import statistics
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +31,7 @@ from torch import Tensor
 
 from gossamer.comm import Batch, Exchange, Job, PeerError, Scratch, Transport, clock, exchange
 from gossamer.engine.lane import NUDGE_AFTER, Lane
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, InputError
 from gossamer.topology.events import Event, Events
 from gossamer.topology.plan import Piece, Program, Step
 from gossamer.topology.rates import Rates
@@ -36,7 +39,8 @@ from gossamer.topology.rates import Rates
 CHUNK = 2**16  # elements
 WARM_UP = 5  # steps whose mean time makes the unit
 TRIAL = 8.0  # time units after which exchanges that proved long are paired in rounds
-LONG = 0.4  # of a unit: above it, workers that wait for each other's order would lose time
+LONG = 0.4  # of the time between a worker's exchanges: above it, waiting for each other's order would cost time
+POLL = 0.05  # seconds between looks at what the others said
 
 
 class AsyncLane(Lane):
@@ -56,21 +60,27 @@ class AsyncLane(Lane):
         self.counts = torch.zeros(2, n, dtype=torch.int64)  # steps known of each worker; the same, not held back
         self._heard = torch.zeros(2, n, dtype=torch.int64)
         self._state = threading.Condition()  # guards x, x_tilde, counts and what follows
-        self._held = False  # the training thread is inside step()
         self._time = 0.0  # until when Mix has been applied
         self._wall: tuple[float, float] | None = None  # (origin, unit) of the wall clock, once agreed
+        self._resumed = 0.0  # the wall clock's first time
         self._virtual = self._virtual_goal = 0.0  # the virtual clock's time, and how far events may go
         self.drive: Callable[[int, float], None] | None = None  # performs virtual workers' events up to a time
         self.durations: Callable[[int], float] = lambda step: 1.0  # of a gradient, on the virtual clock
         self.started = -1  # number of the last event begun
-        self._next: Event | None = None
+        self._own: Iterator[Event] = iter(())
+        self._next: Event | None = None  # the first own event that is not done
         self._limit: int | None = None  # no event with a higher number may begin
         self._stopping = self._parked = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._trial: float | None = TRIAL if settings.clock == "wall" and settings.pairing == "auto" else None
+        self._generation = 0  # of the event sequence: loading a state starts another
+        self._transfers: list[float] = []  # seconds that exchanges of the trial took
         self._steps_seconds: list[float] = []
         self._last_step = clock()
+        self.meter.sent.update(dict.fromkeys(sorted(set(events.neighbors(self.rank))), 0))  # no new keys while read
         if transport.threaded and not self.alone:
+            self._rewind(after=-1)
             self._thread = threading.Thread(target=self._gossip, name=f"gossamer-events-{self.index}", daemon=True)
             self._thread.start()
 
@@ -85,14 +95,17 @@ class AsyncLane(Lane):
         self._check()
         self._let_go()  # a step that raised left it held
         if self.settings.clock == "virtual":
-            self._reach(self._virtual + self.durations(self.meter.steps))
+            self.reach(self._virtual + self.durations(self.meter.steps))
         self._hold_back()
         self._state.acquire()
-        self._held = True
-        self._raise_failure()
-        self._momentum(self._now())
-        for bucket, x in zip(self.buckets, self.x, strict=True):
-            bucket.x.copy_(x)
+        try:
+            self._raise_failure()
+            self._momentum(self._now())
+            for bucket, x in zip(self.buckets, self.x, strict=True):
+                bucket.x.copy_(x)
+        except BaseException:
+            self._let_go()
+            raise
         self._ready = True
         self._mark = clock()
 
@@ -107,9 +120,9 @@ class AsyncLane(Lane):
                 xt.add_(y - x)
                 x.copy_(y)
         self.counts[:, self.rank] += 1
-        self.counts[1, self.rank] = max(self.counts[1, self.rank], self.counts[0, self.rank])
-        self._steps_seconds.append(clock() - self._last_step)
-        self._last_step = clock()
+        if self._wall is None:
+            self._steps_seconds.append(clock() - self._last_step)
+            self._last_step = clock()
         self._state.notify_all()
         self._let_go()
 
@@ -118,35 +131,56 @@ class AsyncLane(Lane):
 
     def total_steps(self) -> int:
         """Steps of all workers, as far as this one has heard: it lags, so a budget is overshot a little."""
-        return int(self.counts[0].sum())
+        with self._state:
+            return int(self.counts[0].sum())
 
     def _let_go(self) -> None:
-        if self._held:
-            self._held = False
-            self._state.release()
+        """Give up the lock, however often an interrupted call of this thread took it."""
+        with suppress(RuntimeError):
+            while True:
+                self._state.release()
 
     def _hold_back(self) -> None:
         """Wait while this worker is more than `max_staleness` steps ahead of the slowest it knows of."""
         bound = self.settings.max_staleness
         if bound is None or self.alone:
             return
-        since = clock()
+
+        def ahead() -> int:
+            return int(self.counts[0, self.rank] - self.counts[1].min())
+
+        def late() -> tuple[int, str]:
+            return int(self.counts[1].argmin()), f"which is more than max_staleness={bound} steps behind"
+
         with self._state:
-            while int(self.counts[0, self.rank]) - int(self.counts[1].min()) > bound:
-                self._raise_failure()
-                if clock() - since > self.settings.timeout:
-                    late = int(self.counts[1].argmin())
-                    raise PeerError(
-                        f"worker {self.rank} waited {clock() - since:.0f} s for worker {late}, which is more than "
-                        f"max_staleness={bound} steps behind; is it alive? Raise timeout= or max_staleness="
-                    )
-                self._state.wait(0.2)
-        waited = clock() - since
-        self.meter.waited_total += waited
+            self._stand_still(lambda: ahead() <= bound, late)
+
+    def _stand_still(self, done: Callable[[], bool], late: Callable[[], tuple[int, str]]) -> None:
+        """Wait, with the lock, until `done` or a failure; `late` says for whom and why."""
+        if done():
+            return
+        since = clock()
+        peer, why = late()
+        while not self._state.wait_for(lambda: self._failure is not None or done(), NUDGE_AFTER):
+            peer, why = late()
+            if self.settings.clock == "virtual":
+                self._nudge(self.index, round(self._virtual_goal))
+                if self.assist is not None:
+                    self.assist()
+            if clock() - since > self.settings.timeout:
+                raise PeerError(
+                    f"worker {self.rank} waited {clock() - since:.0f} s for worker {peer}, {why}; is it alive, and "
+                    "does it train as many steps? Raise timeout= if it really takes that long"
+                )
+        self._raise_failure()
+        self.meter.waited_total += clock() - since
+        self.meter.waited[peer] += clock() - since
+        self.meter.span("wait", since, clock(), peer=peer, step=self.meter.steps)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise GossamerError(str(self._failure)) from self._failure
+            kind = type(self._failure) if isinstance(self._failure, GossamerError) else GossamerError
+            raise kind(str(self._failure)) from self._failure
 
     # -- time --------------------------------------------------------------------------------------------------
 
@@ -154,30 +188,33 @@ class AsyncLane(Lane):
         """Time in units: virtual, or wall time once the unit is agreed (before that nothing mixes)."""
         if self.settings.clock == "virtual":
             return self._virtual
-        return 0.0 if self._wall is None else (clock() - self._wall[0]) / self._wall[1]
+        return self._resumed if self._wall is None else (clock() - self._wall[0]) / self._wall[1]
 
-    def _reach(self, time: float) -> None:
+    def _start_clock(self, unit: float) -> None:
+        self._wall = (clock() - self._resumed * unit, unit)
+
+    @property
+    def virtual_time(self) -> float:
+        """When this worker's last step was, on the virtual clock."""
+        return self._virtual
+
+    def reach(self, time: float) -> None:
         """Move the virtual clock to `time`, when all of this worker's events until then are done."""
-        since = clock()
-        with self._state:
-            self._virtual_goal = time
-            self._state.notify_all()
-            if self.drive is not None:
-                self.drive(self.index, time)
-            elif self._thread is not None:
-                while not self._state.wait_for(lambda: self._done_until(time), NUDGE_AFTER):
-                    self._nudge(self.index, round(time))
-                    if clock() - since > self.settings.timeout:
-                        peer = self._next.peer_of(self.rank) if self._next is not None else "any peer"
-                        raise PeerError(
-                            f"worker {self.rank} waited {clock() - since:.0f} s for its exchange with {peer}; is that "
-                            "worker alive, and does it train as many steps?"
-                        )
-                self._raise_failure()
-            self._virtual, self.k = time, round(time)
+        if self.drive is not None:
+            self.drive(self.index, time)
+        elif self._thread is not None:
+            with self._state:
+                self._virtual_goal = time
+                self._state.notify_all()
+                self._stand_still(lambda: self._done_until(time), self._partner)
+        self._virtual, self.k = time, round(time)
 
     def _done_until(self, time: float) -> bool:
-        return self._failure is not None or (self._next is not None and self._next.time > time)
+        return self._next is not None and self._next.time > time
+
+    def _partner(self) -> tuple[int, str]:
+        assert self._next is not None
+        return self._next.peer_of(self.rank), f"its partner in event {self._next.number}"
 
     def _momentum(self, now: float) -> None:
         """Mix(dt): x and x~ approach each other; their sum stays."""
@@ -242,83 +279,101 @@ class AsyncLane(Lane):
 
     def _gossip(self) -> None:
         try:
-            if self.settings.clock == "wall":
-                self._agree_on_unit()
-            for event in self._own_events():
-                with self._state:
-                    self._next = event
-                    self._state.notify_all()
-                if not self._wait_for_turn(event):
-                    return
+            with self._state:
+                if self.settings.clock == "wall":
+                    self._agree_on_unit()
+            while (event := self._take_turn()) is not None:
                 jobs = self.begin(event)
                 for job in jobs:
                     self._await(job)
                 self.end(event, jobs)
+                with self._state:
+                    if self._trial is not None:  # the counts arrive when the partner is there
+                        ends = [job.finished or 0.0 for job in jobs]
+                        self._transfers.append(max(ends) - ends[0])
+                    self._next = next(self._own)
+                    self._state.notify_all()
         except BaseException as error:  # handed to the training thread, which raises it
             with self._state:
                 if not self._stopping:
                     self._failure = error
                 self._state.notify_all()
 
-    def _own_events(self) -> Iterator[Event]:
-        """This worker's events; after a trial, in rounds where exchanges proved long, by agreement."""
-        events = self.events
-        if self.settings.clock == "virtual" or self.settings.pairing != "auto":
-            yield from events.of(self.rank, after=self.started)
-            return
-        trial, last = [], self.started
-        for event in events.of(self.rank, after=self.started):
-            last = event.number
-            if event.time > TRIAL:
-                break
-            began = clock()
-            yield event
-            trial.append(clock() - began)
-        assert self._wall is not None
-        mine = statistics.mean(trial) / self._wall[1] if trial else 0.0
-        shares = [json.loads(t) for t in self._transport.share(f"pairing/{self.index}", json.dumps([mine, last]))]
-        if statistics.median(s[0] for s in shares) <= LONG:
-            yield from events.of(self.rank, after=last - 1)
-            return
-        offset = max(s[1] for s in shares)
-        rounds = Events(events.topology, events.rate, events.seed + 1, events.gaps, "rounds")
-        for event in rounds.of(self.rank, since=TRIAL):
-            yield event._replace(number=event.number + offset)
+    def _take_turn(self) -> Event | None:
+        """The next event, claimed, once its time has come and it may begin; None when the lane stops."""
+        with self._state:
+            while not self._stopping:
+                assert self._next is not None
+                event, early = self._next, None
+                if self._trial is not None and event.time > self._trial:
+                    self._agree_on_pairing()
+                    continue
+                if self._limit is not None:
+                    if event.number <= self._limit:
+                        early = 0.0  # others wait for it: no matter the time
+                elif self.settings.clock == "virtual":
+                    if event.time <= self._virtual_goal:
+                        early = 0.0
+                else:
+                    assert self._wall is not None
+                    early = max(0.0, event.time - self._now()) * self._wall[1]
+                if early == 0.0:
+                    self.started = event.number  # under the same lock: a collective call must not overlook it
+                    return event
+                self._state.wait(early)
+            return None
 
     def _agree_on_unit(self) -> None:
         """Wait for the first steps, then take the median of everybody's mean step time as the unit."""
-        with self._state:
-            bound = self.settings.max_staleness
-            enough = WARM_UP if bound is None else min(WARM_UP, bound)
-            self._state.wait_for(lambda: self._stopping or self._parked or len(self._steps_seconds) > enough)
-            if self._stopping:
-                raise GossamerError("closed before the first exchange")
-            seconds = self._steps_seconds[1:]
-        mine = statistics.mean(seconds) if seconds else None
-        said = [json.loads(t) for t in self._transport.share(f"unit/{self.index}", json.dumps(mine))]
-        known = [s for s in said if s is not None]
-        with self._state:
-            self._wall = (clock(), statistics.median(known) if known else 1.0)
+        bound = self.settings.max_staleness
+        enough = WARM_UP if bound is None else min(WARM_UP, bound)
+        self._state.wait_for(lambda: self._stopping or self._parked or len(self._steps_seconds) > enough)
+        seconds = self._steps_seconds[1:]
+        said = self._hear_all("unit", statistics.mean(seconds) if seconds else None)
+        if said is not None:
+            known = [s for s in said if s is not None]
+            self._start_clock(statistics.median(known) if known else 1.0)
 
-    def _wait_for_turn(self, event: Event) -> bool:
-        """Until the event's time has come and it may begin; False when the lane stops."""
-        with self._state:
-            while not self._stopping:
-                if self._limit is not None:
-                    if event.number <= self._limit:
-                        return True  # others wait for it: no matter the time
-                    self._state.wait()
-                elif self.settings.clock == "virtual":
-                    if event.time <= self._virtual_goal:
-                        return True
-                    self._state.wait()
-                else:
-                    assert self._wall is not None
-                    early = (event.time - self._now()) * self._wall[1]
-                    if early <= 0:
-                        return True
-                    self._state.wait(early)
-            return False
+    def _agree_on_pairing(self) -> None:
+        """The trial is over: where exchanges proved long, all go on in rounds of side-by-side pairs."""
+        assert self._wall is not None
+        assert self._next is not None
+        assert self._trial is not None
+        seconds = statistics.mean(self._transfers) if self._transfers else 0.0
+        busy = self.settings.rate * seconds / self._wall[1]
+        generation = self._generation
+        said = self._hear_all("pairing", [busy, self._next.number])
+        if said is None or generation != self._generation:
+            return
+        if statistics.median(s[0] for s in said) > LONG:
+            # No event after the trial has begun anywhere: the rounds may take over their numbers.
+            self.events = self._in_rounds(max(s[1] for s in said), self._trial)
+            self._rewind(after=-1)
+        self._trial = None
+
+    def _in_rounds(self, first: int, start: float) -> Events:
+        return replace(self.events, seed=self.events.seed + 1, pairing="rounds", first=first, start=start)
+
+    def _rewind(self, after: int) -> None:
+        self._own = self.events.of(self.rank, after=after)
+        self._next = next(self._own)
+
+    def _hear_all(self, what: str, mine: Any) -> list[Any] | None:
+        """What everybody has to say, waiting without the lock; None if the lane stops or another state is loaded."""
+        generation, since = self._generation, clock()
+        ask = self._transport.collect(f"{what}/{self.index}/{generation}", json.dumps(mine))
+        while (said := ask()) is None:
+            self._state.wait(POLL)
+            if self._stopping or generation != self._generation:
+                return None
+            if self._parked:  # everybody will be there, or the collective call says who is not
+                since = clock()
+            elif clock() - since > self.settings.timeout:
+                raise PeerError(
+                    f"worker {self.rank} waited {clock() - since:.0f} s for all workers to agree on the {what} of "
+                    f"their exchanges; does every worker take steps? Each needs {WARM_UP + 1} at the start"
+                )
+        return [json.loads(text) for text in said]
 
     def _await(self, job: Job) -> None:
         since = clock()
@@ -337,7 +392,7 @@ class AsyncLane(Lane):
 
     def mix_only(self) -> None:
         """On the virtual clock: let a gradient's time pass without a step, so that others can go on."""
-        self._reach(self._virtual + 1.0)
+        self.reach(self._virtual + 1.0)
         self.meter.mix_only += 1
 
     def serve(self) -> bool:
@@ -346,9 +401,9 @@ class AsyncLane(Lane):
             goal = self._virtual + 1.0
             self._virtual_goal = goal
             self._state.notify_all()
+            self._raise_failure()
             if not self._done_until(goal):
                 return False
-            self._raise_failure()
             self._virtual, self.k = goal, round(goal)
         self.meter.mix_only += 1
         return True
@@ -364,15 +419,8 @@ class AsyncLane(Lane):
         with self._state:
             self._limit = number
             self._state.notify_all()
-            done = self._state.wait_for(
-                lambda: self._failure is not None or self._next is None or self._next.number > number,
-                self.settings.timeout,
-            )
-            self._raise_failure()
-            if not done:
-                raise PeerError(
-                    f"worker {self.rank} waited {self.settings.timeout:g} s for event {number}; are all alive?"
-                )
+            if self._thread is not None:
+                self._stand_still(lambda: self._next is not None and self._next.number > number, self._partner)
 
     def resume(self) -> None:
         with self._state:
@@ -382,6 +430,7 @@ class AsyncLane(Lane):
 
     def park(self) -> None:
         """This worker takes no steps for now: nobody is to be held back by it."""
+        self._let_go()
         with self._state:
             self._parked = True
             self._state.notify_all()
@@ -404,19 +453,32 @@ class AsyncLane(Lane):
                     self.x_tilde[b].copy_(bucket.x)
 
     def state_dict(self) -> dict[str, Any]:
+        """Inside a collective call: all events up to the limit are done, everywhere."""
         with self._state:
             return {
+                "algorithm": self.settings.algorithm,
                 "steps": self.meter.steps,
-                "started": self.started,
+                "started": self.started if self._limit is None else max(self.started, self._limit),
                 "time": self._time,
                 "virtual": self._virtual,
+                "rounds": (self.events.first, self.events.start) if self._switched else None,
                 "counts": self.counts.clone(),
                 "x": [x.clone() for x in self.x],
                 "x_tilde": None if self.x_tilde is None else [x.clone() for x in self.x_tilde],
             }
 
+    @property
+    def _switched(self) -> bool:
+        return self.events.pairing == "rounds" and self.settings.pairing == "auto"
+
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken: after the same event, at its time, however long ago that was."""
+        if state.get("algorithm") != self.settings.algorithm:
+            raise InputError(
+                f"the state was saved by algorithm {state.get('algorithm', 'awc or atc')!r} and this run has "
+                f"{self.settings.algorithm!r}; resume with the same, or load only the model and the optimizer"
+            )
         with self._state:
             self.meter.steps, self.started = state["steps"], state["started"]
             self._time, self._virtual = state["time"], state["virtual"]
@@ -425,21 +487,40 @@ class AsyncLane(Lane):
             self.counts.copy_(state["counts"])
             for mine, saved in zip(self.x, state["x"], strict=True):
                 mine.copy_(saved)
-            if self.x_tilde is not None and state["x_tilde"] is not None:
+            if self.x_tilde is not None:
                 for mine, saved in zip(self.x_tilde, state["x_tilde"], strict=True):
                     mine.copy_(saved)
+            if self._thread is not None:
+                self._resume_events(state["rounds"])
+
+    def _resume_events(self, rounds: tuple[int, float] | None) -> None:
+        self._generation += 1
+        if self._switched:  # this run had changed to rounds; the saved one had not, or elsewhere
+            self.events = replace(self.events, seed=self.events.seed - 1, pairing="edges", first=0, start=0.0)
+        if rounds is not None:
+            self.events = self._in_rounds(*rounds)
+        self._rewind(after=self.started)
+        if self.settings.clock == "wall":
+            reached = self.started >= self.events.first
+            self._resumed = next(self.events.stream(after=self.started - 1)).time if reached else self.events.start
+            self._time = self._resumed
+            if self._wall is not None:
+                self._start_clock(self._wall[1])
+            auto = self.settings.pairing == "auto" and rounds is None
+            self._trial, self._transfers = (self._resumed + TRIAL if auto else None), []
+        self._state.notify_all()
 
     def close(self, drain: float) -> None:
         self._let_go()
         with self._state:
             self._stopping = True
             self._state.notify_all()
+        super().close(drain)  # ends an exchange that is still under way
         if self._thread is not None:
-            self._thread.join(timeout=2.0)
+            self._thread.join(timeout=5.0)
         with torch.no_grad():
             for bucket, x in zip(self.buckets, self.x, strict=True):
                 bucket.x.copy_(x)
-        super().close(drain)
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -47,6 +47,7 @@ class VirtualCluster:
         self._parked: set[int] = set()
         self._streams: dict[int, _Peekable] = {}  # of each asynchronous lane: the events that are left
         self._driven: dict[int, float] = {}  # and the time up to which they are done
+        self._timed = False  # workers step at the times of turns(): a collective call finds them between two
 
     def decentralize(
         self,
@@ -89,11 +90,14 @@ class VirtualCluster:
 
         `durations(rank, step)` is how long that worker's gradient takes, in mean gradient times.
         """
+        self._timed = True
+        due = []
         for rank, gossip in enumerate(self.gossips):
+            now = 0.0
             for lane in gossip.lanes:
                 if isinstance(lane, AsyncLane):
-                    lane.durations = partial(durations, rank)
-        due = [(durations(rank, g.lanes[0].meter.steps), rank) for rank, g in enumerate(self.gossips)]
+                    lane.durations, now = partial(durations, rank), lane.virtual_time
+            due.append((now + durations(rank, gossip.lanes[0].meter.steps), rank))
         heapq.heapify(due)
         for _ in range(total_steps):
             time, rank = heapq.heappop(due)
@@ -110,8 +114,14 @@ class VirtualCluster:
         """Bring every worker to the round of the furthest by mix-only rounds, as a collective call does."""
         for index in range(len(self.gossips[0].lanes)):
             lanes = [g.lanes[index] for g in self.gossips]
-            if isinstance(lanes[0], AsyncLane):
-                continue  # an event is done on both sides at once: nobody is behind
+            clocks = [lane for lane in lanes if isinstance(lane, AsyncLane)]
+            if clocks:  # an event is done on both sides at once: only clocks can be behind
+                latest = max(lane.virtual_time for lane in clocks)
+                for late in clocks:
+                    if late.virtual_time < latest and not self._timed:
+                        late.meter.mix_only += round(latest - late.virtual_time)
+                        late.reach(latest)
+                continue
             goal = max(lane.k for lane in lanes)
             for k in range(min(lane.k for lane in lanes), goal):
                 behind = [lane for lane in lanes if lane.k == k]
@@ -168,6 +178,7 @@ class VirtualCluster:
         self._parked.clear()
         self._streams.clear()
         self._driven.clear()
+        self._timed = False
         self.hub = Hub(self.layout.n)  # without the messages nobody took
 
     def __enter__(self) -> VirtualCluster:
