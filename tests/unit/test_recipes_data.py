@@ -1,5 +1,7 @@
 """Batches, shards and the task registry: who sees which sample when."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -187,3 +189,10 @@ def test_seeded_leaves_the_global_generator_alone():
     with seeded(5):
         assert torch.equal(first, torch.rand(3))
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(("name", "package"), [("vision", "sklearn.datasets"), ("translate", "tokenizers")])
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch, name, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(InputError, match=r"needs the package .*: pip install 'gossamer\[recipes\]'"):
+        make_task(name)

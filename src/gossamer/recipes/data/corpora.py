@@ -40,7 +40,7 @@ class FileCorpus:
         pairs = encode(self.subwords, text.train)
         self._train = [pair for pair in pairs if length(pair) <= max_length]
         if not self._train:
-            raise InputError(f"no sentence of {directory} has at most max_length = {max_length} tokens: raise it")
+            raise InputError(f"no sentence of {directory} has at most {max_length} tokens: raise max_length and batch")
         self._lengths = np.array([length(pair) for pair in self._train])
         self.bleu_tokenizer = "13a"
         self.validation = text.validation

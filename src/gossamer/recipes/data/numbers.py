@@ -4,6 +4,7 @@ English to German is a real, if small, translation: units come before tens ("for
 joins everything into one word, and "one" is "eins" at the end but "ein" elsewhere ("zweihunderteintausend").
 """
 
+from bisect import bisect
 from collections.abc import Iterator
 
 import numpy as np
@@ -81,8 +82,10 @@ def held_out(number: int) -> bool:
 
 def draw(random: np.random.Generator, *, test: bool = False, digits: np.ndarray | None = None) -> Iterator[int]:
     """Numbers without end, all lengths equally likely (or as `digits`, six probabilities, says)."""
+    shares = np.cumsum(np.full(LENGTHS, 1 / LENGTHS) if digits is None else digits)[:-1].tolist()
     while True:
-        length = int(random.choice(LENGTHS, p=digits)) + 1
-        number = int(random.integers(10 ** (length - 1) if length > 1 else 0, 10**length))
+        length = bisect(shares, random.random())
+        low, high = 10**length if length else 0, 10 ** (length + 1)
+        number = low + int(random.random() * (high - low))
         if held_out(number) == test:
             yield number
