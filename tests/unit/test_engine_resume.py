@@ -80,18 +80,18 @@ class Run:
 @pytest.mark.parametrize("per_node", [[3], [2, 2]], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_resume_is_bit_exact(case, per_node):
-    for stop in (1, 3, 4, 5):
-        plain = Run(per_node, 0, **CASES[case])
-        plain.train(0, 12)
+    plain = Run(per_node, 0, **CASES[case])
+    plain.train(0, 9)
+    for stop in (1, 4, 5):
         stopped = Run(per_node, 0, **CASES[case])
         stopped.train(0, stop)
         saved = stopped.save()
         resumed = Run(per_node, 1, broadcast=False, **CASES[case])
         resumed.load(saved)
         assert all(map(torch.equal, resumed.values(), stopped.values()))
-        resumed.train(stop, 12)
+        resumed.train(stop, 9)
         assert all(map(torch.equal, resumed.values(), plain.values())), f"stopped after {stop} steps"
-        stopped.train(stop, 12)  # the one whose state was taken goes on
+        stopped.train(stop, 9)  # the one whose state was taken goes on
         assert all(map(torch.equal, stopped.values(), plain.values())), f"looked at after {stop} steps"
 
 

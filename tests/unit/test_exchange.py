@@ -174,7 +174,7 @@ def test_bytes_of_weighted_neighbors(wire):
     assert sent(still) == [(2 * ITEM[wire](320), 0)] * 5
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
 @pytest.mark.parametrize("topology", [e.name for e in entries()])
 def test_stats_count_exactly_the_messages_of_the_plan(topology, wire):
     """Three buckets, several rounds, unequal nodes: every message of every program, encoded as it travels."""
