@@ -80,17 +80,17 @@ def tensorboard(folder: Path) -> Callable[[Row], None]:
         raise InputError(
             "--tensorboard needs the package tensorboard; pip install tensorboard, or leave it out"
         ) from None
-    writer = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+    writer = SummaryWriter(str(folder / "tensorboard"))
 
     def write(row: Row) -> None:
         for key, value in row.items():
             if isinstance(value, dict):
                 for name, number in value.items():
-                    writer.add_scalar(f"{key}/{name}", number, row["step"])  # type: ignore[no-untyped-call]
+                    writer.add_scalar(f"{key}/{name}", number, row["step"])
             elif isinstance(value, float):
-                writer.add_scalar(f"train/{key}", value, row["step"])  # type: ignore[no-untyped-call]
+                writer.add_scalar(f"train/{key}", value, row["step"])
         if "averaged" in row:
-            writer.flush()  # type: ignore[no-untyped-call]
+            writer.flush()
 
     return write
 

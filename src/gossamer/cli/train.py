@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -186,30 +187,23 @@ def _join(
     from gossamer.cli.training import build_config, interrupts, make_task_for, train_here
     from gossamer.comm.world import join_world, leave_world, wait_for_all, workers_per_node
     from gossamer.recipes import stop
+    from gossamer.recipes.run import read_config
 
     rank, _ = join_world()
     places = workers_per_node()
-    folder = resume or out
-    if folder is None:  # the same on every worker: from the launcher, not from a clock
-        import os
-
-        folder = (
-            Path("runs")
-            / f"{task or 'job'}-{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{os.environ['MASTER_PORT']}"
-        )
+    # without --out the same on every worker: from the launcher, not from a clock
+    job = f"{task or 'job'}-{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{os.environ['MASTER_PORT']}"
+    folder = resume or out or Path("runs") / job
     if resume is None:
         config = build_config(task, file, flags, extra, per_node=places, virtual=False)
-        made = make_task_for(config)
-        if rank == 0:
-            stop.clear(folder)
+        made = make_task_for(config)  # on every worker: bad input ends all of them, and nobody waits
+    if rank == 0:
+        stop.clear(folder)
+        if resume is None:
             start(config, folder, made, None, None)
-    else:
-        config = _resumed(folder, flags["steps"]) if rank == 0 else None
-        if rank == 0:
-            stop.clear(folder)
+        else:
+            _resumed(folder, flags["steps"])
     wait_for_all()
-    from gossamer.recipes.run import read_config
-
     config, content = read_config(folder)
     watch, display = watchers(
         folder, config, content["method"], content["unit"], board and rank == 0, quiet or rank > 0

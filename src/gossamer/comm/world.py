@@ -15,7 +15,8 @@ from gossamer.errors import InputError
 
 def launched() -> bool:
     """Whether a launcher started this process as one of several workers."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 0)) > 1
+    torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return torchrun or int(os.environ.get("SLURM_STEP_NUM_TASKS", 0)) > 1
 
 
 def join_world() -> tuple[int, int]:

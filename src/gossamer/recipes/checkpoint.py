@@ -29,10 +29,13 @@ def save(run: Path, step: int, place: int, total: int, state: dict[str, Any]) ->
         manifest = json.dumps({"format": FORMAT, "step": step, "files": total}).encode()
         _replace(folder / "manifest.json", lambda file: file.write(manifest))
     _replace(folder / f"replica-{place:05d}.pt", lambda file: torch.save(state, file))
-    if place == 0:
-        for old in complete(run)[:-KEEP]:
-            shutil.rmtree(run / "checkpoints" / f"step-{old:08d}", ignore_errors=True)
     return folder
+
+
+def prune(run: Path) -> None:
+    """Keep the newest complete checkpoints only, and whatever is being written."""
+    for old in complete(run)[:-KEEP]:
+        shutil.rmtree(run / "checkpoints" / f"step-{old:08d}", ignore_errors=True)
 
 
 def complete(run: Path) -> list[int]:

@@ -88,7 +88,7 @@ class GossipCrew(Crew):
 
     def bytes_sent(self) -> float:
         stats = self.gossip.stats()
-        return float(stats["bytes_sent"]) + self._inside * stats["steps"]
+        return float(stats["bytes_sent"] + self._inside * stats["steps"])
 
     def seconds_waited(self) -> float:
         return float(self.gossip.stats()["seconds_waited"])
@@ -167,7 +167,7 @@ class VirtualCrew(Crew):
     def bytes_sent(self) -> float:
         gossips = [] if self.cluster is None else self.cluster.gossips
         between = sum(g.stats()["bytes_sent"] for g in gossips) / (self._shared * len(self.replicas))
-        return between + self._inside * self.replicas[0].scheduler.last_epoch
+        return float(between + self._inside * self.replicas[0].scheduler.last_epoch)
 
     def states(self) -> list[dict[str, Any]]:
         if self.cluster is None:

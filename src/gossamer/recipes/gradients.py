@@ -59,7 +59,7 @@ class Looped:
                 with self._unsynchronized(replica, at < len(own) - 1):
                     with precision(self.config):
                         loss = self.task.loss(replica.forward, batch)
-                    (loss / (len(own) * len(batches))).backward()
+                    torch.autograd.backward(loss / (len(own) * len(batches)))
                 total += float(loss.detach()) / (len(own) * len(batches))
             replica.random[place] = torch.get_rng_state()
             if place == 0:
@@ -102,7 +102,8 @@ class Batched:
         def mean_loss(values: list[Tensor], inputs: Any) -> Tensor:
             def one(batch: Any) -> Tensor:
                 with precision(self.config):
-                    return functional_call(loss, dict(zip(names, values, strict=True)), (batch,))
+                    made: Tensor = functional_call(loss, dict(zip(names, values, strict=True)), (batch,))
+                return made
 
             return vmap(one, randomness="different")(inputs).float().mean()
 

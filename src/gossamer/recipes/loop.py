@@ -56,13 +56,14 @@ def train(
     `log` receives a row a step and a row an evaluation; `save` is called on every worker after the same step. With
     `clock(k)`, the simulated time after k steps, `seconds` are not measured.
     """
-    sent_before, waited_before = progress.bytes, progress.waited
+    sent_before = progress.bytes
     while progress.step < config.steps:
         if stop(progress.step):
             progress.stopped = True
             with stop.meeting(progress.step):
                 save(progress)
             return progress
+        idle = crew.seconds_waited()
         began = time.perf_counter()
         batches = [[[next(s) for _ in range(config.micro_batches)] for s in r.streams] for r in crew.replicas]
         rate = crew.replicas[0].scheduler.get_last_lr()[0]
@@ -75,8 +76,8 @@ def train(
             progress.seconds = clock(progress.step)
         progress.units += sum(task.size(b) for r in batches for own in r for b in own)
         progress.bytes = sent_before + crew.bytes_sent()
-        waited = crew.seconds_waited()
-        progress.waited = waited_before + (waited or 0.0)
+        if idle is not None:
+            progress.waited += (crew.seconds_waited() or 0.0) - idle
         loss = sum(losses) / len(losses)
         if not math.isfinite(loss):
             raise Diverged(
@@ -84,7 +85,7 @@ def train(
                 "warm-up"
             )
         row = progress.state_dict()
-        log({**row, "loss": loss, "lr": rate, "waited": None if waited is None else progress.waited})
+        log({**row, "loss": loss, "lr": rate, "waited": None if idle is None else progress.waited})
         last = progress.step == config.steps
         if last or progress.step % config.eval_steps == 0:
             with stop.meeting(progress.step):

@@ -40,7 +40,7 @@ class Replica:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scheduler": {"last_epoch": self.scheduler.last_epoch, "_last_lr": self.scheduler.get_last_lr()},
+            "scheduler": self.scheduler.state_dict(),
             "streams": [s.state_dict() for s in self.streams],
             "random": list(self.random),
             "ema": None if self.ema is None else self.ema.state_dict(),
@@ -73,5 +73,9 @@ def make_replica(task: Task, method: Method, config: RunConfig, members: Sequenc
         members=tuple(members),
         streams=[task.batches(w, config.workers, seed=config.seed) for w in members],
         random=random,
-        ema=AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema)) if config.ema else None,
+        ema=_moving_average(model, config.ema) if config.ema else None,
     )
+
+
+def _moving_average(model: nn.Module, decay: float) -> AveragedModel:
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]

@@ -32,6 +32,7 @@ def prepare(folder: Path, config: RunConfig, method: Method, task: Task, facts: 
     content = {
         "config": config.model_dump(mode="json"),
         "lr": learning_rate(method, config),
+        "parameters": sum(p.numel() for p in task.model(config.seed).parameters()),
         "metric": task.metric,
         "higher_is_better": task.higher_is_better,
         "unit": task.unit,
@@ -93,6 +94,8 @@ def run(
         for place, state in zip(crew.places, crew.states(), strict=True):
             state["progress"] = {**now.state_dict(), "batched": batched}
             checkpoint.save(folder, now.step, place, crew.total, state)
+        if crew.leads:
+            checkpoint.prune(folder)
 
     with _Metrics(folder, rank, at) as metrics:
 
@@ -120,6 +123,7 @@ class _Metrics:
     """One process's rows. A resumed run forgets those after its checkpoint."""
 
     def __init__(self, folder: Path, rank: int, at: int):
+        folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"metrics-{rank:05d}.jsonl"
         kept = []
         if at and self._path.exists():

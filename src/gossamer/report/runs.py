@@ -146,7 +146,7 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
 
 
 def reached(run: Run, loss: float) -> float | None:
-    """Seconds until the averaged model's validation loss came down to `loss`, between evaluations by a straight line."""
+    """Seconds until the averaged model's validation loss was `loss`, by a straight line between evaluations."""
     before: tuple[float, float] | None = None
     for row in run.evaluations:
         now = float(row["seconds"]), float(row["averaged"]["loss"])

@@ -1,0 +1,266 @@
+"""The report of a folder of runs: one HTML page that needs no network, and the same as Markdown and CSV."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gossamer.errors import GossamerError, InputError
+from gossamer.report.runs import Group, Run, grouped, load_runs, mean_std, summary, verdict
+from gossamer.trace import Trace, merge, read_chrome
+
+COLORS = ("#444444", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#bcbd22")
+TIMELINE_STEPS = 5
+TIMELINES = 4  # runs whose timeline is shown
+POINTS = 400  # of a training curve; more cannot be told apart
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin: 0 0 .5rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
+.verdict { font-size: 1.15rem; background: #f2f6fb; border-left: 4px solid #1f77b4; padding: .8rem 1rem; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; } th, td { padding: .3rem .6rem; text-align: right; }
+th { border-bottom: 2px solid #ccc; vertical-align: bottom; } td { border-bottom: 1px solid #eee; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } .grid { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; }
+@media (max-width: 800px) { .grid { grid-template-columns: 1fr; } } .note { color: #666; font-size: .85rem; }
+.scroll { overflow-x: auto; }
+figure { margin: 0; } figure svg { max-width: 100%; height: auto; }
+pre { overflow-x: auto; background: #f7f7f7; padding: .6rem; }
+"""
+
+Column = tuple[str, Callable[[dict[str, Any]], str]]
+
+
+def write_html(folder: str | Path, path: str | Path) -> Path:
+    """Read the runs below `folder` and write the page."""
+    groups = grouped(load_runs(folder))
+    return _write(Path(path), _page(Path(folder), groups))
+
+
+def write_markdown(folder: str | Path, path: str | Path) -> Path:
+    return _write(Path(path), markdown(grouped(load_runs(folder)), Path(folder).name))
+
+
+def write_csv(folder: str | Path, path: str | Path) -> Path:
+    rows = summary(grouped(load_runs(folder)))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return _write(Path(path), text.getvalue())
+
+
+def markdown(groups: Sequence[Group], title: str) -> str:
+    columns, rows = _columns(groups), summary(groups)
+    lines = [f"# {title}", "", verdict(groups), "", "| " + " | ".join(name for name, _ in columns) + " |"]
+    lines.append("|" + "---|" * len(columns))
+    lines += ["| " + " | ".join(cell(r) for _, cell in columns) + " |" for r in rows]
+    return "\n".join([*lines, "", _note(groups), ""])
+
+
+def _write(path: Path, text: str) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}; choose another file") from None
+    return path
+
+
+# -- table ----------------------------------------------------------------------------------------------------------
+
+
+def _columns(groups: Sequence[Group]) -> list[Column]:
+    """The table's columns; those that say nothing are left out."""
+    rows = summary(groups)
+    metric = rows[0]["metric"]
+
+    def spread(name: str) -> Callable[[dict[str, Any]], str]:
+        return lambda r: f"{r[name + '_mean']:.4g}" + (f" ± {r[name + '_std']:.2g}" if r["seeds"] > 1 else "")
+
+    def known(key: str, show: Callable[[float], str]) -> Callable[[dict[str, Any]], str]:
+        return lambda r: "–" if r[key] is None else show(r[key])
+
+    columns: list[Column] = [("method", lambda r: r["method"]), ("learning rate", lambda r: f"{r['lr']:g}")]
+    if metric != "loss":
+        columns.append((metric, spread("metric")))
+        columns.append((f"{metric}, worker 0 alone", lambda r: f"{r['local_metric_mean']:.4g}"))
+    columns += [
+        ("validation loss", spread("loss")),
+        ("ms a step", lambda r: f"{r['step_seconds'] * 1e3:.1f}"),
+        ("predicted", known("predicted_step_seconds", lambda v: f"{v * 1e3:.1f}")),
+        ("time", known("relative_time", lambda v: f"{v:.0%}")),
+        ("to the baseline's loss", known("seconds_to_baseline_loss", lambda v: f"{v:.3g} s")),
+        ("MB sent a step", lambda r: f"{r['bytes_a_step'] / 1e6:.3g}"),
+        ("waiting", known("waiting", lambda v: f"{v:.0%}")),
+        ("consensus distance", lambda r: f"{r['consensus_distance']:.2g}"),
+    ]
+    return [c for c in columns if any(c[1](r) != "–" for r in rows)]
+
+
+def _note(groups: Sequence[Group]) -> str:
+    first = groups[0].runs[0]
+    config, clock = first.config, first.clock
+    nodes = config["per_node"]
+    places = f"{len(nodes)} nodes x {nodes[0]}" if len(set(nodes)) == 1 else f"nodes of {', '.join(map(str, nodes))}"
+    kind = "virtual workers" if config["virtual"] else "workers"
+    text = (
+        f"Task {config['task']}, {places} {kind}, {max(len(g.runs) for g in groups)} seed(s), {config['steps']} steps. "
+    )
+    text += "Quality is that of the averaged model; ± is the standard deviation over seeds. "
+    if clock["kind"] == "simulated":
+        text += f"Times are simulated on {clock['cluster'] or 'a described cluster'} ({clock['layout']}) with its own "
+        text += f"model of {clock['model_mb']:g} MB, not measured. "
+    else:
+        text += "Times are measured medians of worker 0 without evaluations. "
+    return text + "Bytes are those that one worker sends."
+
+
+# -- page -----------------------------------------------------------------------------------------------------------
+
+
+def _page(folder: Path, groups: Sequence[Group]) -> str:
+    columns, rows = _columns(groups), summary(groups)
+    head = "".join(f"<th>{html.escape(name)}</th>" for name, _ in columns)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell(r))}</td>" for _, cell in columns) + "</tr>" for r in rows)
+    title = f"{groups[0].runs[0].config['task']}: {', '.join(g.label for g in groups)}"
+    parts = [
+        f"<h1>{html.escape(title)}</h1>",
+        f'<p class="verdict">{html.escape(verdict(groups))}</p>',
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>',
+        f'<p class="note">{html.escape(_note(groups))}</p>',
+        *_charts(groups),
+        *_timelines(groups),
+        *_details(folder, groups),
+    ]
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>'
+        + "\n".join(parts)
+        + "</body></html>\n"
+    )
+
+
+def _charts(groups: Sequence[Group]) -> list[str]:
+    metric = groups[0].runs[0].metric
+    clock = "simulated time" if groups[0].runs[0].clock["kind"] == "simulated" else "time"
+    names = ["loss"] if metric == "loss" else ["loss", metric]
+    wanted: list[tuple[str, str, str]] = []
+    for name in names:
+        label = "validation loss" if name == "loss" else name
+        wanted += [(f"{label} against steps", name, "step"), (f"{label} against {clock}", name, "seconds")]
+    wanted += [("training loss against steps", "train", "step"), ("consensus distance", "distance", "step")]
+    drawn = []
+    for at, (title, name, axis) in enumerate(wanted):
+        drawn.append(f"<div>{_chart(groups, title, name, axis, first=at == 0)}</div>")
+    return ["<h2>Curves</h2>", '<div class="grid">', *drawn, "</div>"]
+
+
+def _series(run: Run, name: str, axis: str) -> list[tuple[float, float]]:
+    if name == "train":
+        stride = max(1, len(run.steps) // POINTS)
+        return [
+            (run.steps[i][axis], statistics.fmean(r["loss"] for r in run.steps[max(0, i - stride + 1) : i + 1]))
+            for i in range(0, len(run.steps), stride)
+        ]
+    if name == "distance":
+        return [(e[axis], e["consensus_distance"]) for e in run.evaluations]
+    return [(e[axis], e["averaged"][name]) for e in run.evaluations]
+
+
+def _chart(groups: Sequence[Group], title: str, name: str, axis: str, *, first: bool) -> str:
+    """A line a method, the mean over seeds, with a band of one standard deviation."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    for at, group in enumerate(groups):
+        color = COLORS[at % len(COLORS)]
+        points = list(zip(*(_series(r, name, axis) for r in group.runs), strict=False))
+        x = [statistics.fmean(p[0] for p in same) for same in points]
+        found = [mean_std([p[1] for p in same]) for same in points]
+        y = [m for m, _ in found]
+        if len(group.runs) > 1:
+            edge = [m + s for m, s in found] + [m - s for m, s in reversed(found)]
+            figure.add_scatter(
+                x=x + x[::-1], y=edge, fill="toself", line={"width": 0}, fillcolor=color, opacity=0.15,
+                hoverinfo="skip", showlegend=False, legendgroup=group.label,
+            )  # fmt: skip
+        mode = "lines" if len(x) > 12 else "lines+markers"
+        figure.add_scatter(x=x, y=y, mode=mode, name=group.label, line={"color": color}, legendgroup=group.label)
+    figure.update_layout(
+        title={"text": title, "font": {"size": 14}},
+        height=330,
+        margin={"l": 55, "r": 15, "t": 45, "b": 80},
+        plot_bgcolor="white",
+        legend={"orientation": "h", "y": -0.2},
+    )
+    figure.update_xaxes(title="step" if axis == "step" else "time (s)", gridcolor="#eee", rangemode="tozero")
+    figure.update_yaxes(gridcolor="#eee", rangemode="tozero" if name == "distance" else "normal")
+    made: str = figure.to_html(
+        full_html=False, include_plotlyjs=first, config={"displayModeBar": False, "responsive": True}
+    )
+    return made
+
+
+def _timelines(groups: Sequence[Group]) -> list[str]:
+    """Some steps of each method's timeline, on one time axis: measured if recorded, else predicted."""
+    traces = [t for t in (_trace(g) for g in groups[:TIMELINES]) if t is not None]
+    if not traces:
+        return []
+    from gossamer.report.timeline import draw
+
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            text = draw(traces, Path(folder) / "timeline.svg").read_text()
+    except (GossamerError, ImportError):  # too many workers to draw; a page without it is still a report
+        return []
+    svg = text[text.index("<svg") :]
+    note = "Blue: compute. Grey: exchanges, which overlap it. Red: waiting."
+    return ["<h2>Timelines</h2>", f"<figure>{svg}</figure>", f'<p class="note">{note}</p>']
+
+
+def _trace(group: Group) -> Trace | None:
+    folder = group.runs[0].folder
+    if (folder / "trace").is_dir():
+        whole, label = merge(folder / "trace"), f"{group.label} (measured)"
+    elif (folder / "predicted.json").exists():
+        whole, label = read_chrome(folder / "predicted.json"), f"{group.label} (predicted)"
+    else:
+        return None
+    steps = sorted({s.attrs["step"] for s in whole.spans if "step" in s.attrs})
+    if not steps:
+        return None
+    begin = len(steps) // 2 if len(steps) > 2 * TIMELINE_STEPS else 0
+    chosen = set(steps[begin : begin + TIMELINE_STEPS])
+    inside = [s for s in whole.spans if s.attrs.get("step") in chosen]
+    start, end = min(s.start for s in inside), max(s.end for s in inside)
+    cut = [
+        type(s)(s.category, s.worker, max(s.start, start) - start, min(s.end, end) - start, s.attrs)
+        for s in whole.spans
+        if s.end > start and s.start < end
+    ]
+    return Trace(tuple(cut), whole.node, label)
+
+
+def _details(folder: Path, groups: Sequence[Group]) -> list[str]:
+    first = groups[0].runs[0].content
+    parts = ["<h2>Configuration</h2>", f"<pre>{html.escape(str(first.get('command', '')))}</pre>"]
+    compared = folder / "compare.json"
+    if compared.exists():
+        sweep = json.loads(compared.read_text()).get("lr_sweep")
+        if sweep:
+            text = html.escape(json.dumps(sweep, indent=1))
+            parts.append(f"<p>Learning-rate sweep (final metric by rate):</p><pre>{text}</pre>")
+    for group in groups:
+        content = {k: v for k, v in group.runs[0].content.items() if k not in ("environment", "command")}
+        text = html.escape(json.dumps(content, indent=1))
+        parts.append(f"<details><summary>{html.escape(group.label)}</summary><pre>{text}</pre></details>")
+    where = html.escape(json.dumps(first.get("environment", {}), indent=1))
+    parts.append(f"<details><summary>machine and versions</summary><pre>{where}</pre></details>")
+    return parts

@@ -1,0 +1,77 @@
+"""Real processes and virtual workers train the same, step by step; a resumed job equals the uninterrupted one."""
+
+import pytest
+import torch
+from toy import Toy
+
+from gossamer.recipes import checkpoint, stop
+from gossamer.recipes.config import make_config
+from gossamer.recipes.run import run
+from gossamer.runtime.methods import parse
+
+STEPS = 6
+SETTINGS = {
+    "ddp": {},
+    "dsgd:ring": {},
+    "dadam:aer": {},
+    "accumadam:ring": {},
+    "dadam:complete": {"exact_inside": True},
+    "accumadam:aer": {"combine": "atc", "average_every": 3, "micro_batches": 2},
+}
+
+
+def configured(method, virtual, **values):
+    given = {"task": "toy", "method": method, "per_node": (2, 2), "steps": STEPS, "virtual": virtual, "lr": 0.02}
+    return make_config({**given, "batched": "off", "eval_every": 4, "checkpoint_every": 1, **values})
+
+
+def real(rank, folder, values, resume=False, stop_after=None):
+    """One worker of a job; `stop_after`: worker 1 asks for a stop when it has done so many steps."""
+    import torch.distributed as dist
+
+    checkpoint.KEEP = 1000
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    config = configured(**values)
+
+    def watch(row):
+        if "loss" in row and row["step"] == stop_after and rank == 1:
+            stop.request(folder)
+
+    progress = run(config, Toy(dropout=0.2), parse(config.method), folder, rank=rank, resume=resume, watch=watch)
+    dist.destroy_process_group()
+    return progress.stopped, progress.step
+
+
+@pytest.mark.parametrize("method", list(SETTINGS))
+def test_virtual_and_real_workers_have_the_same_parameters_after_every_step(tmp_path, monkeypatch, pools, method):
+    monkeypatch.setattr(checkpoint, "KEEP", 1000)
+    values = SETTINGS[method]
+    pools(2, 2).run(real, tmp_path / "real", {"method": method, "virtual": False, **values})
+    config = configured(method, True, **values)
+    run(config, Toy(dropout=0.2), parse(method), tmp_path / "virtual")
+    assert checkpoint.complete(tmp_path / "real") == checkpoint.complete(tmp_path / "virtual") == [*range(1, STEPS + 1)]
+    files = len(list((tmp_path / "virtual" / "checkpoints" / "step-00000001").glob("*.pt")))
+    for step in range(1, STEPS + 1):
+        for worker in range(4):
+            mine = checkpoint.load(tmp_path / "real", step, worker)["model"]
+            theirs = checkpoint.load(tmp_path / "virtual", step, worker * files // 4)["model"]
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["ddp", "dadam:ring", "accumadam:aer"])
+def test_workers_stop_together_when_asked_and_go_on_as_if_nothing_had_happened(tmp_path, pools, method):
+    per_node = (2,) if method == "ddp" else (2, 2)  # with more than 2 workers DDP's sums depend on its first buckets
+    values = {"method": method, "virtual": False, "steps": 40, "checkpoint_every": 0, "per_node": per_node}
+    answers = pools(*per_node).run(real, tmp_path / "cut", values, stop_after=3)
+    assert len({step for _, step in answers}) == 1
+    assert all(stopped for stopped, _ in answers)
+    assert 3 <= answers[0][1] < 40
+    stop.clear(tmp_path / "cut")
+    values["checkpoint_every"] = 40
+    pools(*per_node).run(real, tmp_path / "cut", values, resume=True)
+    pools(*per_node).run(real, tmp_path / "whole", values)
+    for worker in range(sum(per_node)):
+        one = checkpoint.load(tmp_path / "cut", 40, worker)["model"]
+        other = checkpoint.load(tmp_path / "whole", 40, worker)["model"]
+        assert all(torch.equal(one[k], other[k]) for k in one)

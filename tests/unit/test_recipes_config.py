@@ -1,0 +1,113 @@
+"""A run's configuration: validated, from TOML and flags; learning-rate schedules."""
+
+import math
+
+import pytest
+import torch
+
+from gossamer import InputError
+from gossamer.cli.training import build_config, per_node_from
+from gossamer.recipes.config import RunConfig, make_config, read_toml
+from gossamer.recipes.methods import factor, gossip_settings, learning_rate, make_optimizer
+from gossamer.runtime.methods import parse
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"stepz": 3}, "unknown key 'stepz'; it takes task, method, steps"),
+        ({"steps": 0}, "steps: input should be greater than or equal to 1, got 0"),
+        ({"lr": -1.0}, "lr: .*greater than 0"),
+        ({"lr": math.nan}, "lr"),
+        ({"betas": (0.9, 1.0)}, "betas.1: .*less than 1, got 1.0"),
+        ({"schedule": "linear"}, "schedule: .*'constant', 'cosine' or 'inverse-sqrt', got 'linear'"),
+        ({"exact_inside": True, "per_node": (4,)}, "exact_inside gossips between nodes and needs two or more"),
+        ({"per_node": ()}, "per_node"),
+        ({"ema": 1.0}, "ema"),
+    ],
+)
+def test_bad_values_are_one_sentence(values, sentence):
+    with pytest.raises(InputError, match=sentence) as caught:
+        make_config({"task": "vision", **values})
+    assert "\n" not in str(caught.value)
+
+
+def test_toml_then_flags(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('task = "vision"\nsteps = 7\nlr = 0.1\n[options]\nbatch = 3\nnorm = "group"\n')
+    config = build_config(None, file, {"lr": 0.2, "steps": None, "batch": 5}, ["--flip", "--clip=0.5", "--crop", "2"])
+    assert (config.steps, config.lr, config.clip) == (7, 0.2, 0.5)
+    assert config.options == {"batch": 5, "norm": "group", "flip": True, "crop": "2"}
+    assert build_config("vision", None, {}, ["--betas", "0.8,0.9"]).betas == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("steps = ", "is not valid TOML"),
+        ("stepz = 3", "unknown key 'stepz'; it takes .*table \\[options\\]"),
+    ],
+)
+def test_bad_files(tmp_path, text, sentence):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=sentence):
+        read_toml(file)
+    with pytest.raises(InputError, match="cannot read configuration"):
+        read_toml(tmp_path / "missing.toml")
+
+
+def test_unknown_flags_and_tasks():
+    with pytest.raises(InputError, match="there is no option --colour: task 'vision' knows data, batch"):
+        build_config("vision", None, {}, ["--colour", "red"])
+    with pytest.raises(InputError, match="unknown task 'visions'"):
+        build_config("visions", None, {}, [])
+    with pytest.raises(InputError, match="which task"):
+        build_config(None, None, {}, [])
+    with pytest.raises(InputError, match="'loose' is not an option"):
+        build_config("vision", None, {}, ["loose"])
+
+
+def test_workers_on_nodes():
+    assert per_node_from(4, None, None) == (2, 2)
+    assert per_node_from(None, 16, None) == (4, 4, 4, 4)
+    assert per_node_from(None, 3, None) == (1, 1, 1)
+    assert per_node_from(None, 8, "2") == (2, 2, 2, 2)
+    assert per_node_from(None, None, "4,4,2") == (4, 4, 2)
+    assert per_node_from(None, None, None) is None
+    for given in ((4, 4, None), (0, None, None), (5, None, "2"), (None, 4, "3,3"), (4, None, "x")):
+        with pytest.raises(InputError):
+            per_node_from(*given)
+
+
+def rates(**values):
+    config = make_config({"task": "x", "steps": 100, **values})
+    return [factor(config)(k) for k in range(100)]
+
+
+def test_schedules():
+    cosine = rates(schedule="cosine", warmup=10)
+    assert cosine[:11] == pytest.approx([*((k + 1) / 10 for k in range(10)), 1.0])
+    assert cosine[55] == pytest.approx(0.5)
+    assert 0 < cosine[99] < 1e-3
+    root = rates(schedule="inverse-sqrt", warmup=25)
+    assert root[24] == root[99] * 2 == 1.0
+    assert rates(schedule="constant", warmup=0) == [1.0] * 100
+    assert rates(schedule="constant")[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+def test_optimizers_and_gossip_of_a_method():
+    def made(method, **values):
+        return make_optimizer(parse(method), [torch.nn.Parameter(torch.ones(2))], RunConfig(task="x", **values))
+
+    assert type(made("ddp")) is torch.optim.Adam
+    assert type(made("dadam:aer", weight_decay=0.1)) is torch.optim.AdamW
+    assert made("dsgd:ring", momentum=0.5).param_groups[0]["momentum"] == 0.5
+    accum = made("accumadam:aer", accumulate=7, betas_per="accumulation", lr=0.3)
+    assert {"accumulate": 7, "betas_per": "accumulation", "lr": 0.3}.items() <= accum.param_groups[0].items()
+    assert learning_rate(parse("dsgd:ring"), RunConfig(task="x", lr=0.7)) == 0.7
+    settings = gossip_settings(parse("dadam:ring:bf16"), RunConfig(task="x", combine="atc", average_every=4))
+    assert settings == {
+        "topology": "ring", "algorithm": "atc", "wire": "bf16", "every": 1, "staleness": 0, "average_every": 4
+    }  # fmt: skip
+    assert gossip_settings(parse("a2cid2:ring"), RunConfig(task="x"))["algorithm"] == "a2cid2"
