@@ -1,6 +1,8 @@
 """Batches, shards and the task registry: who sees which sample when."""
 
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -196,3 +198,17 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(InputError, match=r"needs the package .*: pip install 'gossamer\[recipes\]'"):
         make_task(name)
+
+
+def test_the_documented_example_runs(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    exec(code, {})
+    assert "'accuracy':" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_option_of_a_task_is_documented(name):
+    text = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    missing = [option for option in options_type(name).model_fields if not re.search(rf"`{option}\b", text)]
+    assert missing == []
