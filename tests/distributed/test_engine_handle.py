@@ -1,5 +1,6 @@
 """The handle on real workers: resume, traces, statistics, and nothing left behind."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -78,11 +79,11 @@ def traced(rank, decentralize, folder):
         for step in range(5):
             loss = loss_of(model, rank, step)
             if rank == 1:
-                time.sleep(0.05)
+                time.sleep(0.1)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        return gossip.stats()
+    return gossip.stats()
 
 
 def test_trace_has_every_kind_of_span_of_every_worker(pools, tmp_path):
@@ -96,8 +97,11 @@ def test_trace_has_every_kind_of_span_of_every_worker(pools, tmp_path):
             assert [s.attrs["step"] for s in spans if s.category == category] == list(range(5))
         assert {s.attrs["round"] for s in spans if s.category == "exchange"} >= set(range(4))
         assert sum(s.attrs["bytes"] for s in spans if s.category == "exchange") == stats[rank]["bytes_sent"]
-    waits = [s for s in trace.spans if s.category == "wait" and s.worker != 1]
-    assert max(waits, key=lambda s: s.seconds).attrs["peer"] == 1
+    waited = dict.fromkeys(range(3), 0.0)
+    for span in trace.spans:
+        if span.category == "wait" and span.worker != 1:
+            waited[span.attrs["peer"]] += span.seconds
+    assert max(waited, key=waited.get) == 1
 
 
 def test_statistics_name_the_straggler(pools, tmp_path):
@@ -114,6 +118,7 @@ def test_statistics_name_the_straggler(pools, tmp_path):
 
 def left_over():
     """Threads and sockets of this process."""
+    gc.collect()  # tracebacks of errors hold on to frames in circles
     sockets = 0
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -124,12 +129,14 @@ def left_over():
     return ours, len(list(Path("/proc/self/task").iterdir())), sockets
 
 
-def settled(expected):
-    """What is left over once it is as expected, or after five seconds."""
+def settled(threads, sockets):
+    """What is left over once it is no more than that, or after five seconds: both sides must have closed."""
     deadline = time.monotonic() + 5
-    while (found := left_over()) != expected and time.monotonic() < deadline:
+    while True:
+        found = left_over()
+        if (found[1] <= threads and found[2] <= sockets) or time.monotonic() > deadline:
+            return found
         time.sleep(0.05)
-    return found
 
 
 class Interrupted(Exception):
@@ -137,8 +144,9 @@ class Interrupted(Exception):
 
 
 def again_and_again(rank, fail):
-    seen = []
     with process_group():
+        torch.distributed.barrier()
+        _, threads, sockets = left_over()
         for _ in range(4):
             model = seeded(0, mlp)
             optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
@@ -153,16 +161,18 @@ def again_and_again(rank, fail):
             except Interrupted:
                 pass
             del model, optimizers, optimizer
-            seen.append(settled(seen[0]) if seen else settled(None) if fail else left_over())
-    return seen
+        torch.distributed.barrier()
+        ours, more_threads, more_sockets = settled(threads + 1, sockets + 1)
+        return ours, more_threads - threads, more_sockets - sockets
 
 
 @pytest.mark.parametrize("fail", [False, True], ids=["close", "exception"])
 def test_no_thread_and_no_socket_is_left(pools, fail):
-    """Gloo's one listener per process stays; nothing is added by the second, third and fourth run."""
-    for seen in pools(3).run(again_and_again, fail):
-        assert all(ours == [] for ours, _, _ in seen)
-        assert seen[1:] == [seen[0]] * 3
+    """After four runs there is at most gloo's one listener per process, with its thread."""
+    for ours, threads, sockets in pools(3).run(again_and_again, fail):
+        assert ours == []
+        assert threads <= 1
+        assert sockets <= 1
 
 
 def parameters_after(rank, decentralize):

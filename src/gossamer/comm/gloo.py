@@ -115,6 +115,7 @@ class GlooTransport(Transport):
 
     def close(self) -> None:
         self._edges.clear()
+        self._edge_store = None  # its socket with it; the handle itself may wait for the garbage collector
 
 
 class GlooChannel(Channel):
@@ -179,9 +180,10 @@ class GlooChannel(Channel):
 
     def _carry(self, batch: Batch, job: Job, tag: int) -> None:
         peer = -1
+        edges: dict[int, Edge] = {}
+        works: list[tuple[int, Any]] = []
         try:
-            edges = {peer: self._transport.edge(peer) for peer, _ in [*batch.recvs, *batch.sends]}
-            works = []
+            edges.update((p, self._transport.edge(p)) for p, _ in [*batch.recvs, *batch.sends])
             for peer, message in batch.recvs:  # receives first: see the module's note
                 with job.waiting_for(peer):
                     works.append((peer, edges[peer].recv(message, tag)))
@@ -198,3 +200,6 @@ class GlooChannel(Channel):
                 f"{' '.join(str(error).split())[:200]}. Is worker {peer} alive, and did it train as many steps? "
                 "Restart the job from its last checkpoint."
             ) from error
+        finally:  # the traceback of an error would keep connections open
+            works.clear()
+            edges.clear()
