@@ -34,7 +34,7 @@ LAYERS = {
     "comm": _layer("topology", "trace", distributed=True),
     "engine": _layer("comm", "topology", "trace"),
     "optim": _layer(),
-    "lab": _layer("runtime", "trace", public=True),
+    "lab": _layer("runtime", "trace", "comm", public=True),  # comm: a process group and torch's DDP for `bench`
     "recipes": _layer(public=True),
     "report": _layer("trace", "runtime", "topology"),
 }

@@ -12,6 +12,7 @@ COMMANDS = (
     "simulate",
     "probe",
     "advise",
+    "bench",
     "trace",
     "train",
     "compare",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from gossamer.comm.pace import Pace, sleep_until
@@ -77,7 +78,7 @@ def ddp(model: nn.Module, *, bucket_mb: float | None = None, wire: str = "fp32",
     elif wire != "fp32":  # fp32 without a hook is torch's own path
         inner = HOOKS[wire]
 
-        def compress(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        def compress(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             future: torch.futures.Future[Tensor] = inner(state, bucket)
             return future
 
@@ -87,11 +88,11 @@ def ddp(model: nn.Module, *, bucket_mb: float | None = None, wire: str = "fp32",
 
 
 def _watched(inner: Any, width: int, pace: Pace | None, sent: Sent | None) -> Any:
-    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         begin = clock()
         size = bucket.buffer().numel() * width
         until = pace.reserve_allreduce(size) if pace is not None else 0.0
-        future = inner(state, bucket)
+        future: torch.futures.Future[Tensor] = inner(state, bucket)
         if pace is None:
             return future.then(lambda done: _told(done, sent, begin, size))
         late: torch.futures.Future[Tensor] = torch.futures.Future()
