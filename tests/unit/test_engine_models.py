@@ -413,3 +413,26 @@ def test_one_worker_skips_one_of_two_optimizers():
     cluster.consensus_distance()
     assert [[lane.k for lane in g.lanes] for g in gossips] == [[1, 1]] * 3
     assert [g.stats()["mix_only_rounds"] for g in gossips] == [1, 0, 0]
+
+
+def test_a_parameter_unfrozen_later_is_refused():
+    models = linear()
+    for m in models:
+        m.bias.requires_grad_(False)
+    optimizers = sgd(models)
+    cluster_of(models, optimizers)
+    step_all(models, optimizers)
+    models[0].bias.requires_grad_(True)
+    fill_grads(models[0])
+    with pytest.raises(GossamerError, match="unfrozen"):
+        optimizers[0].step()
+
+
+@pytest.mark.parametrize("per_node", [[1, 1], [2, 2], [3, 3]])
+def test_the_averaged_model_has_the_same_bits_on_every_worker(per_node):
+    models = linear(sum(per_node))
+    cluster = gossamer.VirtualCluster(per_node=per_node)
+    cluster.decentralize(models, sgd(models), broadcast=False)
+    with cluster.averaged():
+        for m in models[1:]:
+            assert torch.equal(m.weight, models[0].weight)

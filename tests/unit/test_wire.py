@@ -117,3 +117,13 @@ def test_payload_of_int8_has_a_scale_per_block(size, length):
 def test_unknown_wire():
     with pytest.raises(InputError, match=r"unknown wire 'fp8'; choose one of fp32, bf16, fp16, int8"):
         wire_named("fp8")
+
+
+def test_fp16_saturates_instead_of_overflowing():
+    wire = wire_named("fp16")
+    value = torch.tensor([1e6, -1e6, 1.0, float("inf")])
+    payload = torch.empty(wire.payload_bytes(4), dtype=torch.uint8)
+    out = torch.empty(4)
+    wire.encode(value, payload)
+    wire.decode(payload, out, 0, 4)
+    assert out.tolist() == [65504.0, -65504.0, 1.0, float("inf")]

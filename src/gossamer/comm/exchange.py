@@ -104,7 +104,7 @@ def exchange(program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Scra
             yield Batch([(p.peer, x) for p in first.sends], [(piece.peer, result)])
             if lazy:
                 return Mixed(result, piece.weight)
-            torch.lerp(x, result, piece.weight, out=result)
+            result.mul_(piece.weight).add_(x, alpha=1 - piece.weight)  # the same bits on both sides of a pair
             return Mixed(result)
     if first.kind == "swap" or (first.kind == "reduce" and first.wired):
         result.copy_(x)  # pieces that no message touches keep their value
@@ -218,7 +218,7 @@ def _swap(
         for p, got in zip(step.recvs, received, strict=True):
             target = result[p.start : p.stop]
             if step.source == "out":
-                target.lerp_(got, p.weight)
+                target.mul_(1 - p.weight).add_(got, alpha=p.weight)  # the same bits on both sides of equal parts
             else:
                 target.add_(got.sub_(value[p.start : p.stop]), alpha=p.weight)
         return

@@ -16,6 +16,9 @@ from torch import Tensor
 from gossamer.errors import InputError
 
 
+CHUNK = 2**15  # elements
+
+
 class Wire:
     """`encode` writes a value into a byte payload, `decode` reads it back; `Q = decode(encode(.))`.
 
@@ -63,7 +66,13 @@ class Half(Wire):
         return 2 * elements
 
     def encode(self, value: Tensor, payload: Tensor) -> None:
-        payload.view(self.dtype).copy_(value)
+        rounded = payload.view(self.dtype)
+        if self.dtype == torch.float16:  # what is too large for it travels as the largest it has, not as infinity
+            largest = torch.finfo(torch.float16).max
+            for part, out in zip(torch.split(value, CHUNK), torch.split(rounded, CHUNK), strict=True):
+                out.copy_(torch.where(part.isinf(), part, part.clamp(-largest, largest)))
+        else:
+            rounded.copy_(value)
 
     def decode(self, payload: Tensor, out: Tensor, start: int, elements: int) -> None:
         out.copy_(payload.view(self.dtype)[start : start + out.numel()])

@@ -66,6 +66,7 @@ class Lane:
         # With staleness the parameters move while an exchange of their older values is in flight.
         self._sent = [torch.empty_like(b.x) for b in buckets] if settings.staleness and not self.alone else None
         self._group_sizes = [len(g["params"]) for g in optimizer.param_groups]
+        self._frozen = [p for g in optimizer.param_groups for p in g["params"] if not p.requires_grad]
         self._outer: FrameType | None = None  # the step() call under way
         self._ready = False  # the parameters are mixed, step() may go on
         self._mark = clock()  # since when the training thread does what it does now
@@ -360,6 +361,11 @@ class Lane:
     def _check(self) -> None:
         for flat in self.flats:
             flat.check()
+        if any(p.requires_grad for p in self._frozen):
+            raise GossamerError(
+                "a parameter that was frozen at decentralize() has been unfrozen, and would train on every worker by "
+                "itself; close() and call decentralize() again after unfreezing"
+            )
         sizes = [len(g["params"]) for g in self.optimizer.param_groups]
         if sizes != self._group_sizes:
             raise GossamerError(
