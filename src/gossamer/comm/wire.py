@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gossamer.errors import InputError
 
-
 CHUNK = 2**15  # elements
 
 
