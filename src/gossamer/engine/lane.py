@@ -56,6 +56,7 @@ class Lane:
         self.forced = False  # the round in flight is an exact average that the guard asked for
         self.skips = 0  # steps taken without mixing since the round in flight was launched
         self.owner: object = None
+        self._stood_still = False  # the last wait took so long that parked workers were asked
         self.assist: Callable[[], None] | None = None  # what to do for the other lanes while this one stands still
         self.alone = schedule.topology.n == 1
         largest = max(schedule.topology.layout.per_node)
@@ -331,7 +332,11 @@ class Lane:
         if not job.done:
             since = clock()
             warned = False
-            while not self.channel.wait(job, NUDGE_AFTER):
+            # Whoever stood still in its last wait too asks sooner: those at the end of their data are parked by now.
+            patience = NUDGE_AFTER / 20 if self._stood_still else NUDGE_AFTER
+            self._stood_still = False
+            while not self.channel.wait(job, patience):
+                self._stood_still, patience = True, NUDGE_AFTER
                 waited = clock() - since
                 self._nudge(self.index, self.k)
                 if assisting and self.assist is not None:
