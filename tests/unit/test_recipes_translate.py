@@ -182,6 +182,39 @@ def test_a_wider_beam_never_scores_worse_on_average():
     assert score(1) < score(3) <= score(40)
 
 
+class Reluctant:
+    """Eight words of three choices each, then the end; ending at once has the better score but is unlikely."""
+
+    def __init__(self, rows):
+        self.rows, self.place = rows, 0
+
+    def step(self, tokens):
+        self.place += 1
+        wanted = [0.0, 0.0, 0.007, 0.331, 0.331, 0.331] if self.place <= 8 else [0.0, 0.0, 0.97, 0.01, 0.01, 0.01]
+        return torch.tensor([wanted] * self.rows).log()
+
+    def keep(self, rows):
+        self.rows = len(rows)
+
+
+@pytest.mark.parametrize("beams", [1, 2, 3])
+def test_an_unlikely_end_is_not_taken(beams):
+    (found,) = beam_search(Reluctant(beams), 1, start=1, end=2, beams=beams, longest=20)
+    assert len(found) == 8
+    # What the score alone would choose: nothing.
+    assert math.log(0.007) > (8 * math.log(0.331) + math.log(0.97)) / ((5 + 9) / 6) ** 0.6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_beam_is_greedy(seed):
+    toy = Toy(1, 1, 6, seed)
+    (found,) = beam_search(toy, 1, start=1, end=2, beams=1, longest=8)
+    tokens = [0, 1]
+    while len(tokens) < 10 and tokens[-1] != 2:
+        tokens.append(int(toy.table[0, tokens[-2], tokens[-1]].argmax()))
+    assert found == [token for token in tokens[2:] if token != 2]
+
+
 def test_a_sentence_without_an_end_stops_at_the_limit():
     toy = Toy(2, 3, 4, seed=0)
     toy.table[..., 2] = -math.inf

@@ -20,6 +20,7 @@ class NextToken(Protocol):
 class _Best:
     score: float = -float("inf")
     tokens: list[int] = field(default_factory=list)
+    ended: int = 0
 
 
 def beam_search(
@@ -35,9 +36,11 @@ def beam_search(
     """For each sentence the sequence with the best log P(y) / lp(y), lp(y) = ((5 + |y|) / 6)^length_penalty.
 
     The penalty is that of Wu et al. 2016 ("Google's neural machine translation system", equation 14) and |y| counts
-    the end mark, which the result leaves out. The decoder starts with `sentences` × `beams` rows. A sentence is done
-    when no unfinished hypothesis can still win: log P only falls and lp only grows, up to lp(longest). A sentence
-    that finds no end within `longest` tokens gives its best unfinished hypothesis.
+    the end mark, which the result leaves out. The decoder starts with `sentences` × `beams` rows. A hypothesis may end
+    only where the end is among the `beams` best continuations of its sentence: otherwise a short, unlikely sentence
+    could beat every good long one. A sentence is done after `beams` ends, or when no open hypothesis can still win:
+    log P only falls and lp only grows, up to lp(longest). A sentence that finds no end within `longest` tokens gives
+    its best open hypothesis. One beam is greedy search.
     """
     best = [_Best() for _ in range(sentences)]
     alive = list(range(sentences))
@@ -51,17 +54,23 @@ def beam_search(
         vocabulary = next_scores.shape[-1]
         totals = scores[:, :, None] + next_scores
         penalty = ((5 + length) / 6) ** length_penalty
-        ended, ended_in = totals[:, :, end].max(dim=1)
-        for at, (score, beam) in enumerate(zip((ended / penalty).tolist(), ended_in.tolist(), strict=True)):
-            if score > best[alive[at]].score:
-                best[alive[at]] = _Best(score, tokens[at * beams + beam, 1:].tolist())
-        totals[:, :, end] = -float("inf")
-        scores, places = totals.flatten(1).topk(beams, dim=1)
+        top, places = totals.flatten(1).topk(min(2 * beams, beams * vocabulary), dim=1)
+        ends = places % vocabulary == end
+        for at, rank in ends[:, :beams].nonzero().tolist():
+            hypothesis = best[alive[at]]
+            hypothesis.ended += 1
+            score = top[at, rank].item() / penalty
+            if score > hypothesis.score:
+                row = at * beams + int(places[at, rank]) // vocabulary
+                hypothesis.score, hypothesis.tokens = score, tokens[row, 1:].tolist()
+        # At most one candidate a hypothesis ends, so twice as many leave enough that go on.
+        going_on = ends.int().argsort(dim=1, stable=True)[:, :beams]
+        scores, places = top.gather(1, going_on), places.gather(1, going_on)
         first = torch.arange(len(alive))[:, None] * beams
         rows = (first + places // vocabulary).flatten()
         tokens = torch.cat((tokens[rows], (places % vocabulary).view(-1, 1)), dim=1)
         hopes = (scores[:, 0] / bound).tolist()
-        still = [at for at, sentence in enumerate(alive) if hopes[at] > best[sentence].score]
+        still = [at for at, s in enumerate(alive) if best[s].ended < beams and hopes[at] > best[s].score]
         if length == longest:
             for at in still:
                 if not math.isfinite(best[alive[at]].score):
