@@ -16,6 +16,7 @@ x~ as they were.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -327,12 +328,17 @@ class AsyncLane(Lane):
         """Wait for the first steps, then take the median of everybody's mean step time as the unit."""
         bound = self.settings.max_staleness
         enough = WARM_UP if bound is None else min(WARM_UP, bound)
-        self._state.wait_for(lambda: self._stopping or self._parked or len(self._steps_seconds) > enough)
-        seconds = self._steps_seconds[1:]
-        said = self._hear_all("unit", statistics.mean(seconds) if seconds else None)
-        if said is not None:
-            known = [s for s in said if s is not None]
-            self._start_clock(statistics.median(known) if known else 1.0)
+        for attempt in itertools.count():
+            self._state.wait_for(lambda: self._stopping or self._parked or len(self._steps_seconds) > enough)
+            seconds = self._steps_seconds[1:]
+            said = self._hear_all(f"unit/{attempt}", statistics.mean(seconds) if seconds else None)
+            known = [s for s in said or () if s is not None]
+            if known:
+                self._start_clock(statistics.median(known))
+            if known or self._stopping:
+                return
+            # All were in a collective call before the first step: try again after it.
+            self._state.wait_for(lambda: self._stopping or not self._parked)
 
     def _agree_on_pairing(self) -> None:
         """The trial is over: where exchanges proved long, all go on in rounds of side-by-side pairs."""
@@ -342,7 +348,7 @@ class AsyncLane(Lane):
         seconds = statistics.mean(self._transfers) if self._transfers else 0.0
         busy = self.settings.rate * seconds / self._wall[1]
         generation = self._generation
-        said = self._hear_all("pairing", [busy, self._next.number])
+        said = self._hear_all(f"pairing/{generation}", [busy, self._next.number])
         if said is None or generation != self._generation:
             return
         if statistics.median(s[0] for s in said) > LONG:
@@ -360,18 +366,19 @@ class AsyncLane(Lane):
 
     def _hear_all(self, what: str, mine: Any) -> list[Any] | None:
         """What everybody has to say, waiting without the lock; None if the lane stops or another state is loaded."""
-        generation, since = self._generation, clock()
-        ask = self._transport.collect(f"{what}/{self.index}/{generation}", json.dumps(mine))
+        since, generation = clock(), self._generation
+        ask = self._transport.collect(f"{what}/{self.index}", json.dumps(mine))
         while (said := ask()) is None:
             self._state.wait(POLL)
-            if self._stopping or generation != self._generation:
+            if self._stopping or (self._wall is not None and generation != self._generation):
                 return None
             if self._parked:  # everybody will be there, or the collective call says who is not
                 since = clock()
             elif clock() - since > self.settings.timeout:
                 raise PeerError(
-                    f"worker {self.rank} waited {clock() - since:.0f} s for all workers to agree on the {what} of "
-                    f"their exchanges; does every worker take steps? Each needs {WARM_UP + 1} at the start"
+                    f"worker {self.rank} waited {clock() - since:.0f} s for all workers to agree on the "
+                    f"{what.partition('/')[0]} of their exchanges; does every worker take steps? Each needs "
+                    f"{WARM_UP + 1} at the start"
                 )
         return [json.loads(text) for text in said]
 

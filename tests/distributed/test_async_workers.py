@@ -1,0 +1,402 @@
+"""Asynchronous gossip on real processes: parity with virtual workers, no lost update, no hang, nothing left behind."""
+
+import copy
+import gc
+import os
+import random
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from workers import error_of, loss_of, mlp, real, seeded, vector
+
+import gossamer
+
+ALGORITHMS = ["ad-psgd", "a2cid2"]
+
+
+def train(model, optimizer, rank, steps, first=0):
+    for step in range(first, first + steps):
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.02)
+
+
+# -- the virtual clock --------------------------------------------------------------------------------------------
+
+
+def on_the_virtual_clock(rank, decentralize, lengths, **settings):
+    """Uneven numbers of steps, a collective call after each epoch."""
+    model = seeded(0, mlp)
+    optimizer = adam(model)
+    seen = []
+    with decentralize(model, optimizer, clock="virtual", **settings) as gossip:
+        for epoch, length in enumerate(lengths):
+            train(model, optimizer, rank, length[rank], 100 * epoch)
+            seen.append(vector(model))
+            with gossip.averaged():
+                seen.append(vector(model))
+            seen.append(torch.tensor(gossip.consensus_distance(), dtype=torch.float64))
+        rounds = gossip.stats()["rounds"]
+    return [*seen, vector(model)], rounds
+
+
+def virtual_reference(n, lengths, **settings):
+    models = [seeded(0, mlp) for _ in range(n)]
+    optimizers = [adam(m) for m in models]
+    cluster = gossamer.VirtualCluster(n)
+    gossips = cluster.decentralize(models, optimizers, **settings)
+    seen = [[] for _ in range(n)]
+    for epoch, length in enumerate(lengths):
+        for step in range(max(length)):
+            for i in range(n):
+                if step < length[i]:
+                    train(models[i], optimizers[i], i, 1, 100 * epoch + step)
+        for i in range(n):
+            seen[i].append(vector(models[i]))
+        with cluster.averaged():
+            for i in range(n):
+                seen[i].append(vector(models[i]))
+        distance = cluster.consensus_distance()
+        for i in range(n):
+            seen[i].append(torch.tensor(distance, dtype=torch.float64))
+    rounds = [g.stats()["rounds"] for g in gossips]
+    cluster.close()
+    return [([*s, vector(m)], r) for s, m, r in zip(seen, models, rounds, strict=True)]
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize(("n", "topology"), [(2, "ring"), (3, "star"), (4, "ring"), (4, "complete")])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_virtual_clock_equals_virtual_workers(pools, one_thread, algorithm, n, topology, wire):
+    lengths = [[7] * n, [3 + 2 * r for r in range(n)], [4 - r % 3 for r in range(n)]]
+    settings = {"topology": topology, "algorithm": algorithm, "wire": wire, "rate": 1.3, "seed": 2}
+    ours = pools(n).run(real, on_the_virtual_clock, lengths, **settings)
+    theirs = virtual_reference(n, lengths, **settings)
+    for rank in range(n):
+        assert ours[rank][1] == theirs[rank][1]
+        for mine, other in zip(ours[rank][0], theirs[rank][0], strict=True):
+            assert torch.equal(mine, other)
+
+
+def resumed(rank, decentralize, split, algorithm):
+    """Train 12 steps; with `split`, in two handles with a checkpoint in between."""
+    model = seeded(0, mlp)
+    optimizer = adam(model)
+    settings = {"topology": "ring", "algorithm": algorithm, "clock": "virtual"}
+    gossip = decentralize(model, optimizer, **settings)
+    train(model, optimizer, rank, 5)
+    state = gossip.state_dict()
+    if split:
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), state))
+        train(model, optimizer, rank, 2)  # is thrown away
+        gossip.close()
+        model = seeded(1, mlp)
+        optimizer = adam(model)
+        gossip = decentralize(model, optimizer, broadcast=False, **settings)
+        train(model, optimizer, rank, 1)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        gossip.load_state_dict(saved[2])
+    train(model, optimizer, rank, 7, 5)
+    total = gossip.total_steps
+    gossip.close()
+    return vector(model), total
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_resumed_run_equals_the_uninterrupted_one(pools, algorithm):
+    whole = pools(3).run(real, resumed, False, algorithm)
+    halves = pools(3).run(real, resumed, True, algorithm)
+    for rank in range(3):
+        assert torch.equal(whole[rank][0], halves[rank][0])
+        assert whole[rank][1] == halves[rank][1]
+
+
+def two_lanes(rank, decentralize, algorithm, seed):
+    """Both workers skip other optimizers at other times."""
+    draw = random.Random(10 * seed + rank)
+    model = seeded(0, mlp)
+    optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1)]
+    with decentralize(model, optimizers, topology="ring", algorithm=algorithm, clock="virtual") as gossip:
+        for step in range(10):
+            loss_of(model, rank, step).backward()
+            for optimizer in optimizers:
+                if draw.random() < 0.6:
+                    optimizer.step()
+            model.zero_grad()
+        with gossip.averaged():
+            return vector(model)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_two_lanes_never_stand_still(pools, algorithm):
+    for seed in range(3):
+        means = pools(3).run(real, two_lanes, algorithm, seed)
+        assert all(torch.equal(m, means[0]) for m in means)
+
+
+# -- the wall clock -----------------------------------------------------------------------------------------------
+
+
+class Counter(nn.Module):
+    """Each worker adds whole numbers to its own coordinate: sums of dyadic fractions are exact in double precision."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(n, 16, dtype=torch.float64))
+
+
+def stress(rank, decentralize, n, algorithm, seconds, **settings):
+    """Known displacements under random delays; whatever is lost shows in the sums."""
+    draw = random.Random(rank)
+    model = Counter(n)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with decentralize(model, optimizer, algorithm=algorithm, **settings) as gossip:
+        steps, end = 0, time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            model.w.grad = torch.zeros_like(model.w)
+            model.w.grad[rank] = -1.0
+            if draw.random() < 0.3:
+                time.sleep(draw.random() * 0.004)
+            optimizer.step()
+            steps += 1
+            if steps % 50 == 0:
+                gossip.stats()
+        lane = gossip.lanes[0]
+        with gossip._together("sum"):
+            x = torch.cat(lane.x)[: n * 16].view(n, 16).clone()
+            xt = x if lane.x_tilde is None else torch.cat(lane.x_tilde)[: n * 16].view(n, 16).clone()
+            total = gossip.total_steps
+        rounds = gossip.stats()["rounds"]
+    return steps, rounds, x, xt, total
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_no_update_is_lost_in_thousands_of_events(pools, algorithm):
+    n = 4
+    results = pools(n).run(
+        real, stress, n, algorithm, 6.0, topology="complete", rate=4.0, pairing="edges", wire="fp32", timeout=60
+    )
+    steps = torch.tensor([r[0] for r in results], dtype=torch.float64)
+    assert sum(r[1] for r in results) > 2000
+    sums = sum(r[2] + r[3] for r in results) / 2  # without momentum x~ is x
+    torch.testing.assert_close(sums, steps[:, None].expand(n, 16), rtol=1e-12, atol=1e-9)
+    assert max(r[4] for r in results) <= steps.sum()
+    assert sum(r[1] for r in results) % 2 == 0  # an event counts on both sides
+
+
+def bounded(rank, decentralize, n, bound):
+    """Everybody notes its count before each step; the slowest worker is ten times slower."""
+    model = seeded(0, mlp)
+    optimizer = adam(model)
+    log = []
+    settings = {"topology": "ring", "algorithm": "a2cid2", "rate": 2.0, "max_staleness": bound}
+    with decentralize(model, optimizer, **settings) as gossip:
+        lane = gossip.lanes[0]
+        launch = lane.launch
+
+        def noted(**kwargs):
+            log.append((time.monotonic(), lane.meter.steps))
+            launch(**kwargs)
+
+        lane.launch = noted
+        for _ in gossip.budget(40 * n):
+            loss_of(model, rank, 0).backward()
+            time.sleep(0.03 if rank == 1 else 0.003)
+            optimizer.step()
+            optimizer.zero_grad()
+        steps = gossip.stats()["steps"]
+    return log, steps
+
+
+@pytest.mark.parametrize("bound", [1, 4])
+def test_max_staleness_bounds_the_drift_and_budget_stops_everybody(pools, bound):
+    n = 3
+    results = pools(n).run(real, bounded, n, bound, timeout=100)
+    logs = [r[0] for r in results]
+    for log in logs[0], logs[2]:
+        for at, count in log:  # the count-th step is being completed at that time
+            slow = max((c for t, c in logs[1] if t <= at), default=0)
+            assert count - 1 - slow <= bound
+    total = sum(r[1] for r in results)
+    assert 40 * n <= total <= 40 * n + n * (bound + 8)
+
+
+def uneven(rank, decentralize, algorithm):
+    """Worker r has 5 r batches; worker 0 none at all. Then one of them evaluates alone for long."""
+    model = seeded(0, mlp)
+    optimizer = adam(model)
+    means = []
+    with decentralize(model, optimizer, topology="ring", algorithm=algorithm, max_staleness=3) as gossip:
+        for epoch in range(2):
+            train(model, optimizer, rank, 15 * rank, 100 * epoch)
+            with gossip.averaged():
+                means.append(vector(model))
+                if rank == 1:
+                    time.sleep(0.5)
+    return means
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_uneven_data_and_a_long_evaluation_do_not_hang(pools, algorithm):
+    results = pools(4).run(real, uneven, algorithm)
+    for means in results:
+        assert all(torch.equal(a, b) for a, b in zip(means, results[0], strict=True))
+
+
+def wall_resume(rank, decentralize):
+    """A state of a later time, loaded by a fresh run: exchanges go on at once, the budget too."""
+    model = seeded(0, mlp)
+    optimizer = adam(model)
+    settings = {"topology": "ring", "algorithm": "a2cid2", "rate": 2.0}
+    gossip = decentralize(model, optimizer, **settings)
+    while gossip.stats()["rounds"] < 60:
+        train(model, optimizer, rank, 1)
+        time.sleep(0.002)
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), gossip.state_dict()))
+    total = gossip.total_steps
+    gossip.close()
+    gossip = decentralize(model, optimizer, broadcast=False, **settings)
+    model.load_state_dict(state[0])
+    optimizer.load_state_dict(state[1])
+    gossip.load_state_dict(state[2])
+    first = gossip.lanes[0]._next.time
+    began = gossip.lanes[0]._resumed
+    while gossip.stats()["rounds"] < 20:
+        train(model, optimizer, rank, 1)
+        time.sleep(0.002)
+    grown = gossip.total_steps - total
+    with gossip.averaged():
+        mean = vector(model)
+    gossip.close()
+    return first - began, grown, mean
+
+
+def test_a_wall_clock_run_resumes_at_its_time(pools):
+    results = pools(3).run(real, wall_resume)
+    for ahead, grown, mean in results:
+        assert 0 <= ahead < 20
+        assert grown > 0
+        assert torch.equal(mean, results[0][2])
+
+
+def pairing(rank, decentralize, seconds):
+    """Exchanges that take `seconds` of a step of 10 ms."""
+    model = seeded(0, mlp)
+    optimizer = adam(model)
+    with decentralize(model, optimizer, topology="ring", algorithm="ad-psgd") as gossip:
+        lane = gossip.lanes[0]
+        wait = lane._await
+
+        def slow(job):
+            wait(job)
+            if job.bucket == 0:
+                time.sleep(seconds)
+                job.finished = time.perf_counter()
+
+        lane._await = slow
+        while lane._trial is not None or gossip.stats()["rounds"] < 20:
+            train(model, optimizer, rank, 1)
+            time.sleep(0.01)
+        state = gossip.state_dict()["lanes"][0]["rounds"]
+        return lane.events.pairing, lane.events.first, state
+
+
+def test_pairing_switches_to_rounds_by_agreement_where_exchanges_last(pools):
+    long = pools(4).run(real, pairing, 0.02)
+    assert [r[0] for r in long] == ["rounds"] * 4
+    assert len({r[1] for r in long}) == 1
+    assert long[0][2] is not None
+    short = pools(4).run(real, pairing, 0.0)
+    assert [r[0] for r in short] == ["edges"] * 4
+    assert short[0][2] is None
+
+
+# -- leaving ------------------------------------------------------------------------------------------------------
+
+
+def ours():
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("gossamer"))
+
+
+def sockets(rank, settle_at=None):
+    """Open sockets of this process; the kernel may take a moment to see the last ones closed."""
+    end = time.perf_counter() + 5
+    while True:
+        gc.collect()
+        fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        count = sum(os.path.realpath(fd).rpartition("/")[2].startswith("socket:") for fd in fds)
+        if settle_at is None or count <= settle_at[rank] or time.perf_counter() > end:
+            return count
+        time.sleep(0.05)
+
+
+def leaves(rank, decentralize, how, clock):
+    """What the handle's end was, and what is left of its threads."""
+    model = seeded(0, mlp)
+    optimizer = adam(model)
+    try:
+        with decentralize(model, optimizer, topology="ring", algorithm="a2cid2", clock=clock):
+            for step in range(40):
+                train(model, optimizer, rank, 1, step)
+                time.sleep(0.002)
+                if how != "close" and rank == 0 and step == 20:
+                    raise KeyboardInterrupt if how == "interrupt" else ValueError("boom")
+    except (KeyboardInterrupt, ValueError, gossamer.GossamerError) as error:
+        return type(error).__name__, ours()
+    return None, ours()
+
+
+@pytest.mark.parametrize("clock", ["wall", "virtual"])
+@pytest.mark.parametrize("how", ["close", "exception", "interrupt"])
+def test_nothing_is_left_behind(pools, how, clock):
+    pools(3).run(real, leaves, "close", clock)  # makes the process's one listener
+    before = pools(3).run(sockets)
+    results = pools(3).run(real, leaves, how, clock)
+    assert [threads for _, threads in results] == [[]] * 3
+    expected = {"close": None, "exception": "ValueError", "interrupt": "KeyboardInterrupt"}[how]
+    assert results[0][0] == expected
+    if how != "close":
+        assert [kind for kind, _ in results[1:]] == ["PeerError"] * 2
+    after = pools(3).run(sockets, before)
+    assert all(a <= b for a, b in zip(after, before, strict=True))
+
+
+def traced(rank, decentralize, directory):
+    model = seeded(0, mlp)
+    optimizer = adam(model)
+    settings = {"topology": "ring", "algorithm": "a2cid2", "clock": "virtual", "trace": directory}
+    with decentralize(model, optimizer, **settings) as gossip:
+        train(model, optimizer, rank, 10)
+        return gossip.stats()
+
+
+def test_spans_are_recorded(pools, tmp_path):
+    from gossamer.trace import merge
+
+    stats = pools(3).run(real, traced, str(tmp_path))
+    spans = merge(tmp_path).spans
+    for rank in range(3):
+        mine = [s for s in spans if s.worker == rank]
+        exchanges = [s for s in mine if s.category == "exchange"]
+        assert len(exchanges) == stats[rank]["rounds"] * stats[rank]["buckets"]
+        assert sum(s.attrs["bytes"] for s in exchanges) == stats[rank]["bytes_sent"] > 0
+        assert len([s for s in mine if s.category == "step"]) == 10
+
+
+def wrapped(rank, decentralize):
+    model = nn.parallel.DistributedDataParallel(mlp())
+    decentralize(model, adam(model), algorithm="a2cid2")
+
+
+def test_ddp_is_refused_in_one_sentence(pools):
+    for kind, message in pools(2).run(error_of, wrapped):
+        assert kind == "InputError"
+        assert "needs every worker to have a replica of its own" in message
