@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check test-slow lint types clean
+.PHONY: help setup demo test check test-slow bench-smoke lint types clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,6 +45,10 @@ test: lint types  ## install if needed, then run every check and test
 test-slow: setup  ## the long tests as well
 	@echo "test-slow: pytest, the long tests too"
 	@$(BIN)/pytest -m "slow or not slow" --timeout 1800
+
+bench-smoke: setup  ## the benchmark on two nodes, in a minute or two (part of make test)
+	@echo "bench-smoke: gossamer bench on two nodes; needs root and network namespaces, says so where it skips"
+	@$(BIN)/pytest -q -rs tests/distributed/test_bench_smoke.py
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist aer.svg

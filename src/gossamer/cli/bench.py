@@ -203,16 +203,16 @@ def _shown(data: dict[str, Any], setup: Setup) -> Iterator[Any]:
     )
     if "note" in where:
         yield Text(where["note"], style="yellow")
-    made = table("method", "ms a step", "spread", "× DDP", "× limit", "waiting ms", "MB a step", "bucket", "CPU")
+    made = table("method", "ms", "spread", "× DDP", "× limit", "wait", "MB", "bucket", "CPU")
     for r in data["results"]:
         if "skipped" in r:
-            made.add_row(Text(r["method"]), Text("skipped"), "", "", "", "", "", "", "")
+            made.add_row(Text(r["method"]), "-", "", "", "", "", "", "", "")
             continue
         low, high = r["step_ms_spread"]
         made.add_row(
             Text(r["method"]),
             f"{r['step_ms']:.1f}",
-            f"{low:.1f}-{high:.1f}",
+            f"{low:.0f}-{high:.0f}" if low >= 100 else f"{low:.1f}-{high:.1f}",
             "-" if r["speedup_vs_ddp"] is None else f"{r['speedup_vs_ddp']:.2f}",
             "-" if r["multiple_of_limit"] is None else f"{r['multiple_of_limit']:.2f}",
             f"{sum(r['waiting_ms'].values()):.1f}",

@@ -1,0 +1,118 @@
+"""What a benchmark runs on: dilated clusters, bucket sizes, peers that cannot take part, bad input."""
+
+import numpy as np
+import pytest
+
+from gossamer.cli import main
+from gossamer.errors import InputError
+from gossamer.lab import bench_setup
+from gossamer.lab.bench import Plan
+from gossamer.lab.bench_setup import Setup, bucket_sizes, dilated, parse_links, why_not
+from gossamer.runtime.cluster import load
+from gossamer.runtime.methods import parse
+from gossamer.runtime.predict import derived
+
+
+@pytest.mark.parametrize("name", ["a40", "a100", "t4"])
+def test_a_dilated_preset_keeps_gamma_and_jitter(name):
+    cluster = load(name)
+    setup = dilated(cluster)
+    assert setup.per_node == cluster.layout.per_node
+    assert setup.gamma() == pytest.approx(derived(cluster)["gamma"])
+    assert setup.jitter == cluster.compute.jitter
+    assert setup.compute == pytest.approx(0.05 * cluster.layout.n)
+
+
+def test_dilation_scales_link_with_compute_and_model():
+    one, slow, big = (dilated(load("a40"), **k) for k in ({}, {"compute": 1.6}, {"model_mb": 8.0}))
+    assert slow.rates.default == pytest.approx(one.rates.default / 2)
+    assert big.rates.default == pytest.approx(one.rates.default * 2)
+
+
+def test_gamma_is_a_ring_all_reduce_over_compute():
+    assert Setup().gamma() == pytest.approx(2 * 7 / 8 * 4e6 * 8 / 50e6 / 0.4)
+    assert Setup(link=None).gamma() is None
+    assert Setup(per_node=(4,)).gamma() is None
+
+
+def test_every_method_sees_the_same_draw():
+    setup = Setup(jitter="lognormal:0.3")
+    assert np.array_equal(setup.table(9, 3), setup.table(9, 3))
+    assert np.array_equal(setup.table(9, 3), setup.table(12, 3)[:9])
+    assert not np.array_equal(setup.table(9, 3), setup.table(9, 4))
+
+
+def test_bucket_sizes_fill_whole_layers():
+    sizes = bucket_sizes(parse("ddp"), Setup())
+    assert sizes[0] == 25.0  # torch's own
+    layer = 4e6 / 8 / 2**20
+    assert [round(s / layer, 2) for s in sizes[1:]] == [0.99, 1.98, 3.96]
+    assert bucket_sizes(parse("decent-dp:aer"), Setup()) == sizes
+    assert bucket_sizes(parse("dadam:aer"), Setup())[0] is None
+    assert len(bucket_sizes(parse("ddp"), Setup(layers=1))) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "setup", "says"),
+    [
+        ("decent-dp:aer", {}, None),
+        ("dadam:aer", {"network": "paced"}, None),
+        ("decent-dp:aer", {"network": "paced"}, "cannot be paced"),
+        ("decent-dp:aer", {"per_node": (2, 2, 2)}, "needs 2, 4, 8, ... nodes"),
+        ("decent-dp:aer", {"per_node": (1, 1)}, "at least 2 workers"),
+        ("decent-dp:aer", {"per_node": (3, 1)}, "equally many workers"),
+        ("decent-dp:exp", {"per_node": (3, 3)}, "2, 4, 8, ... workers"),
+        ("decent-dp:ring", {"per_node": (3,)}, "even number"),
+        ("decent-dp:torus", {}, "no topology torus"),
+    ],
+)
+def test_peers_that_cannot_take_part(monkeypatch, method, setup, says):
+    monkeypatch.setattr(bench_setup.importlib.util, "find_spec", lambda name: object())
+    why = why_not(parse(method), Setup(**setup))
+    assert why is None if says is None else says in why
+
+
+def test_a_missing_peer_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(bench_setup.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'gossamer[bench]'" in why_not(parse("decent-dp:aer"), Setup())
+
+
+def test_links_as_text():
+    assert parse_links("0-3=10mbit, 1-2=none") == {(0, 3): "10mbit", (1, 2): "none"}
+    for text in ("0-3", "a-b=1mbit", "0=1mbit", "0-1-2=5mbit"):
+        with pytest.raises(InputError, match="FROM-TO=RATE"):
+            parse_links(text)
+
+
+@pytest.mark.parametrize("bad", [{"steps": 0}, {"repeats": 0}, {"seconds": 0.0}, {"bucket_mb": -1.0}, {"seed": -1}])
+def test_a_plan_refuses_nonsense(bad):
+    with pytest.raises(InputError, match=str(next(iter(bad)))):
+        Plan(**bad)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--link fast", "got 'fast'"),
+        ("--nodes 0 --per-node 2", "got 0"),
+        ("--jitter lognormal:-1", "got -1"),
+        ("--methods ddp,dadm:aer", "did you mean 'dadam'?"),
+        ("--methods ddp,ddp", "listed twice"),
+        ("--methods ,", "nothing to compare"),
+        ("--steps 0", "steps must be at least 1"),
+        ("--links 0-9=1mbit", "nodes of 0 to 3"),
+        ("--network magic", "--network must be"),
+        ("--network loopback --link 5mbit", "loopback has no link rates"),
+        ("--compute -1", "compute time"),
+        ("--model-mb 0", "got 0"),
+        ("--cluster a41", "unknown cluster 'a41'"),
+        ("--plot figure.gif", "figure.gif"),
+        ("--staleness -1", "staleness must be at least 0"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(capsys, arguments, says):
+    assert main(["bench", *arguments.split()]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("gossamer: error: ")
+    assert says in err
+    assert err.count("\n") == 1

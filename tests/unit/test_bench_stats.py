@@ -1,0 +1,140 @@
+"""From the workers' readings to results: step time, bytes, limit, waiting, speed-up, validity."""
+
+import pytest
+
+from gossamer.lab.bench_setup import Setup
+from gossamer.lab.bench_stats import (
+    Traffic,
+    add_speedups,
+    limit_seconds,
+    step_seconds,
+    steps_per_second,
+    summarize,
+    traffic,
+    waiting,
+)
+from gossamer.lab.bench_task import curve, time_to
+from gossamer.report.bench_plot import draw_bars, draw_loss, markdown
+from gossamer.runtime.methods import parse
+
+SETUP = Setup(per_node=(2, 2), link="8mbit", compute=0.1, model_mb=1.0)
+
+
+def told(begin=10.0, end=12.0, steps=10, **more):
+    base = {
+        "begin": begin,
+        "end": end,
+        "steps": steps,
+        "cpu_use": 0.4,
+        "own_cpu_seconds": 0.1,
+        "interface": None,
+        "waited": {},
+        "sent": {},
+        "rounds": None,
+        "skipped_mixes": None,
+    }
+    return {**base, **more}
+
+
+def test_step_time_runs_from_the_last_start_to_the_last_end():
+    assert step_seconds([told(10.0, 12.0), told(10.5, 12.5)]) == pytest.approx(0.2)
+
+
+def test_workers_may_take_different_numbers_of_steps():
+    runs = [told(steps=10), told(steps=30)]
+    assert step_seconds(runs) == pytest.approx(0.1)
+    assert steps_per_second(runs) == pytest.approx([5.0, 15.0])
+
+
+def test_the_kernel_s_count_is_the_busiest_direction_of_any_node():
+    interfaces = [{"sent": 100, "received": 900}, None, {"sent": 400, "received": 300}, None]
+    made = traffic(parse("dadam:aer"), SETUP, [told(interface=i) for i in interfaces])
+    assert (made.busiest, made.mean, made.counted) == (90.0, 25.0, "kernel")
+
+
+def test_gossamer_s_count_leaves_out_what_stays_in_the_node():
+    made = traffic(parse("dadam:aer"), SETUP, [told(sent={1: 500.0, 2: 100.0}), told(sent={3: 200.0}), told(), told()])
+    assert (made.busiest, made.counted) == (30.0, "engine")
+    assert made.pairs == {(0, 1): 30.0}
+
+
+def test_ddp_s_count_by_formula():
+    runs = [told() for _ in range(4)]
+    assert traffic(parse("ddp"), SETUP, runs).busiest == 1.5e6
+    assert traffic(parse("ddp:bf16"), SETUP, runs).busiest == 0.75e6
+    assert traffic(parse("decent-dp:aer"), SETUP, runs) is None
+    assert traffic(parse("ddp"), Setup(per_node=(4,)), runs).busiest == 0
+
+
+def test_the_limit_is_compute_or_the_slowest_link():
+    assert limit_seconds(SETUP, 0.1, None) == (0.1, "compute")
+    assert limit_seconds(SETUP, 0.1, Traffic(2e5, 1e5, {}, "kernel")) == (pytest.approx(0.2), "link")
+    slow = Setup(per_node=(1, 1, 1), link="8mbit", links={(0, 2): "1mbit"}, compute=0.1)
+    moved = Traffic(1e5, 1e5, {(2, 0): 5e4, (0, 1): 5e4}, "engine")
+    assert limit_seconds(slow, 0.1, moved) == (pytest.approx(0.4), "link 2-0")
+
+
+def test_waiting_is_a_mean_over_workers_dearest_first():
+    made = waiting([told(waited={"node 0": 0.1, "node 0 - node 1": 0.4}), told(waited={"node 0": 0.1})])
+    assert list(made.items()) == [("node 0 - node 1", 20.0), ("node 0", 10.0)]
+
+
+def results():
+    ddp = summarize(parse("ddp"), SETUP, [[told(end=12.0)] * 4, [told(end=16.0)] * 4], 0.1, 0.5, 2)
+    ours = summarize(parse("dadam:aer"), SETUP, [[told(end=11.0)] * 4, [told(end=12.0, cpu_use=0.9)] * 4], 0.1, None, 2)
+    made = [ddp, ours, {"method": "decent-dp:aer", "skipped": "not installed"}]
+    add_speedups(made)
+    return made
+
+
+def test_results_carry_samples_speedups_and_validity():
+    ddp, ours, skipped = results()
+    assert ddp["step_ms"] == pytest.approx(400)
+    assert ddp["step_ms_samples"] == pytest.approx([200, 600])
+    assert ours["step_ms_spread"] == pytest.approx([100, 200])
+    assert ours["speedup_vs_ddp"] == pytest.approx(400 / 150)
+    assert ours["speedup_samples"] == pytest.approx([2, 3])
+    assert ours["multiple_of_limit"] == pytest.approx(1.5)
+    assert (ddp["valid"], ours["valid"], ours["cpu_use"]) == (True, False, 0.9)
+    assert ddp["limit_by"] == "link"
+    assert "speedup_vs_ddp" not in skipped
+
+
+def test_without_ddp_there_is_no_speedup():
+    only = [summarize(parse("dadam:aer"), SETUP, [[told()] * 4], 0.1, None, 2)]
+    add_speedups(only)
+    assert only[0]["speedup_vs_ddp"] is None
+
+
+def test_table_and_chart_of_a_benchmark(tmp_path):
+    pytest.importorskip("matplotlib")
+    bench = {
+        "results": results(),
+        "cluster": {
+            "nodes": 2,
+            "per_node": [2, 2],
+            "link": "8mbit",
+            "links": {},
+            "network": "paced",
+            **SETUP.describe(),
+        },
+        "plan": {"repeats": 2, "steps": 10},
+        "ideal": {"mean_compute_ms": 100.0, "ddp_ms": 100.0, "speedup_vs_ddp": 1.0},
+    }
+    text = markdown(bench)
+    assert "| dadam:aer | 150.0 | 100.0 to 200.0 | 2.67 | 1.50 | compute |" in text
+    assert "90 % INVALID" in text
+    assert "skipped: not installed" in text
+    drawn = draw_bars([bench, bench], tmp_path / "bars.svg").read_text()
+    assert drawn.count("2.67×") == 2  # on the bar of each group
+    assert draw_loss({"ddp": [(0.0, 2.0), (1.0, 1.0)]}, tmp_path / "loss.svg", target=1.5).stat().st_size > 1000
+
+
+def test_loss_curves_are_smoothed_and_compared_at_a_target():
+    points = curve(
+        [{"times": [1.0, 2.0, 3.0], "losses": [4.0, 2.0, 1.0]}, {"times": [1.5, 2.0, 3.5], "losses": [2.0, 2.0, 1.0]}],
+        2,
+    )
+    assert points == [(2.0, 2.5), (3.5, 1.5)]
+    assert time_to(points, 2.0) == 3.5
+    assert time_to(points, 1.0) is None
