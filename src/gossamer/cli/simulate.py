@@ -24,7 +24,8 @@ app = command_app()
 
 EXAMPLE = (
     "Examples: gossamer simulate --nodes 4 --per-node 4 --method dadam:aer --gamma 3 --omega 0.5 --sigma 0.2 | "
-    "gossamer simulate --cluster a40 --methods ddp,dadam:exp,dadam:aer --html timeline.html"
+    "gossamer simulate --cluster a40 --methods ddp,dadam:exp,dadam:aer --html timeline.html | "
+    "gossamer simulate --method a2cid2:ring --n 64 --consensus --scaling 8,16,32,64"
 )
 
 
@@ -49,7 +50,7 @@ def simulate(
     sigma: Annotated[float | None, typer.Option(help="Gaussian jitter of the compute time, over its mean.")] = None,
     jitter: Annotated[str | None, typer.Option(metavar="TEXT", help="Any jitter, e.g. lognormal:0.3.")] = None,
     model_mb: Annotated[float | None, typer.Option(metavar="S", help="Parameters in MB (1e6 bytes).")] = None,
-    steps: Annotated[int, typer.Option(help="Steps to simulate.")] = 400,
+    steps: Annotated[int | None, typer.Option(help="Steps to simulate.", show_default="400")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the compute times.")] = 0,
     buckets: Annotated[int | None, typer.Option(help="Buckets a step.")] = None,
     stagger: Annotated[bool | None, typer.Option(help="Let bucket b follow the schedule at phase k+b.")] = None,
@@ -60,6 +61,12 @@ def simulate(
     atc: Annotated[bool, typer.Option("--atc", help="Adapt, then combine: no overlap.")] = False,
     rate: Annotated[float, typer.Option(help="Asynchronous methods: exchanges a worker and mean compute time.")] = 1.0,
     scaling: Annotated[str | None, typer.Option(metavar="LIST", help="Also for these numbers of nodes: 2,4,8.")] = None,
+    consensus: Annotated[
+        bool,
+        typer.Option("--consensus", help="Asynchronous methods: consensus distance; --scaling then lists workers."),
+    ] = False,
+    runs: Annotated[int, typer.Option(help="With --consensus: independent runs.")] = 16,
+    epsilon: Annotated[float, typer.Option(help="With --consensus: how small the distance is to become.")] = 0.1,
     trace: Annotated[Path | None, _file("--trace", "Write one method's timeline for Perfetto.")] = None,
     trace_steps: Annotated[int, typer.Option(help="Steps in timelines.")] = 8,
     html: Annotated[Path | None, _file("--html", "Write the timelines as a web page.")] = None,
@@ -77,6 +84,23 @@ def simulate(
     chosen = parse_list(methods or method or "dadam:aer")
     if not chosen:
         raise InputError(f"--methods {methods!r} names no method; write for example ddp,dadam:aer")
+    if consensus:
+        from gossamer.cli.consensus import consensus as study
+
+        study(
+            chosen,
+            layout_from(nodes, per_node, n),
+            units=steps,
+            rate=rate,
+            seed=seed,
+            runs=runs,
+            epsilon=epsilon,
+            scaling=scaling,
+            plot=plot,
+            as_json=as_json,
+        )
+        return
+    steps = 400 if steps is None else steps
     if trace is not None and len(chosen) > 1:
         raise InputError("--trace writes one method's timeline; pass one --method, or use --html for several")
     if contour is not None and gamma is None and cluster is None:

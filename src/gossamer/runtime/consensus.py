@@ -1,8 +1,8 @@
 """A virtual-time study of asynchronous gossip: consensus distance against time and communications.
 
 n workers hold numbers x_i. Edges of the topology's union graph fire by Poisson clocks of intensity
-lambda_ij = rate (1/deg_i + 1/deg_j) / 2 and average their two workers (AD-PSGD), or do so with the continuous momentum of
-A2CiD2 (Nabli, Belilovsky, Oyallon, NeurIPS 2023):
+lambda_ij = rate (1/deg_i + 1/deg_j) / 2 and average their two workers (AD-PSGD), or do so with the continuous
+momentum of A2CiD2 (Nabli, Belilovsky, Oyallon, NeurIPS 2023):
     between events  x and x~ approach each other at rate eta
     exchange        m = x_i - x_j;  x_i -= m / 2, x_j += m / 2;  x~_i -= alpha~ m, x~_j += alpha~ m
 At whole times every worker takes a gradient step, which adds the same to x and x~:
