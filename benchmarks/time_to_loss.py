@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--jitter", default="none")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--search-steps", type=int, default=300)
-    parser.add_argument("--lr", type=float, nargs="+", default=[0.001, 0.002, 0.004, 0.008])
+    parser.add_argument("--lr", type=float, nargs="+", default=[0.001, 0.002, 0.004, 0.008, 0.016])
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument(

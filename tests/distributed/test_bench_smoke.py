@@ -1,0 +1,90 @@
+"""The benchmark from end to end on two nodes: `make bench-smoke`."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gossamer.cli import main
+from gossamer.lab import why_unavailable
+from gossamer.lab.namespaces import NETNS
+
+needs_namespaces = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+SMALL = "--nodes 2 --per-node 2 --compute 0.05 --model-mb 0.5 --steps 4 --repeats 1 --bucket-mb 0.2"
+
+
+def bench(capsys, arguments):
+    assert main(["bench", *SMALL.split(), *arguments.split(), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    return answer, {r["method"]: r for r in answer["results"]}
+
+
+@pytest.mark.requires_root
+@needs_namespaces
+def test_methods_beside_each_other_on_shaped_links(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    out, trace = tmp_path / "record", tmp_path / "trace"
+    methods = "ddp,ddp:bf16,dadam:aer,decent-dp:aer"
+    answer, results = bench(capsys, f"--link 20mbit --methods {methods} --out {out} --trace {trace}")
+    assert list(results) == methods.split(",")
+    assert answer["cluster"]["network"] == "namespaces"
+    assert answer["cluster"]["dropped_packets"] == 0
+    for name in ("ddp", "ddp:bf16", "dadam:aer"):
+        assert results[name]["step_ms"] >= 45  # nothing beats its compute
+        assert results[name]["bytes_counted_by"] == "kernel"
+        assert len(results[name]["step_ms_samples"]) == 1
+        assert isinstance(results[name]["valid"], bool)
+    assert results["ddp"]["speedup_vs_ddp"] == 1.0
+    # 2 S (n-1)/n leave a node for an all-reduce; a window of four steps and headers blur it
+    assert results["ddp"]["bytes_per_step"] == pytest.approx(0.75e6, rel=0.25)
+    assert results["ddp:bf16"]["bytes_per_step"] < 0.7 * results["ddp"]["bytes_per_step"]
+    assert results["dadam:aer"]["bytes_per_step"] < results["ddp"]["bytes_per_step"]
+    peer = results["decent-dp:aer"]
+    assert "not installed" in peer["skipped"] if "skipped" in peer else peer["step_ms"] >= 45
+    record = json.loads((out / "record.json").read_text())
+    assert len(record["results"][0]["runs"][0]) == 4  # raw readings of every worker
+    assert "| dadam:aer |" in (out / "README.md").read_text()
+    assert (out / "bars.svg").stat().st_size > 1000
+    assert (trace / "timeline.svg").stat().st_size > 1000
+
+
+def test_paced_links_without_root(capsys):
+    answer, results = bench(capsys, "--network paced --link 8mbit --methods ddp,dadam:aer,decent-dp:aer")
+    assert answer["cluster"]["network"] == "paced"
+    assert results["ddp"]["network"] == "paced"
+    assert results["ddp"]["step_ms"] >= 750  # 0.75 MB at 8 Mbit/s
+    assert results["dadam:aer"]["bytes_counted_by"] == "engine"
+    assert "paced" in results["decent-dp:aer"]["skipped"]
+
+
+def test_a_fixed_time_counts_each_worker_s_steps(capsys):
+    _, results = bench(capsys, "--network loopback --seconds 1 --jitter slow-worker:2 --methods ddp,dadam:ring")
+    for result in results.values():
+        assert len(result["steps_per_second_by_worker"]) == 4
+        assert 0 < min(result["steps_per_second_by_worker"]) <= 10.5  # the slow worker computes for 0.1 s
+
+
+def test_a_method_that_cannot_be_had_is_skipped_with_a_word(capsys):
+    _, results = bench(capsys, "--network loopback --methods dadam:ring,dadam:torus(rows=2) --nodes 3 --per-node 1")
+    assert "step_ms" in results["dadam:ring"]
+    assert "topology 'torus' has no option 'rows'" in results["dadam:torus(rows=2)"]["skipped"]
+
+
+@pytest.mark.requires_root
+@needs_namespaces
+def test_ctrl_c_leaves_nothing_behind():
+    command = [sys.executable, "-m", "gossamer", "bench", *SMALL.split(), "--steps", "2000", "--methods", "ddp"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    assert process.stderr is not None
+    while "repeat 1" not in process.stderr.readline():
+        assert process.poll() is None
+    time.sleep(1.0)
+    mine = [p.name for p in NETNS.iterdir() if str(process.pid) in p.name]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    assert mine
+    assert not [p.name for p in NETNS.iterdir() if str(process.pid) in p.name]
+    assert "Traceback" not in process.stderr.read()
