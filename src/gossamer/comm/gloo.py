@@ -84,18 +84,17 @@ class GlooTransport(Transport):
         return GlooChannel(self, index, lanes_in_flight, timeout)
 
     def share(self, name: str, text: str) -> list[str]:
-        store = self._store.clone()  # type: ignore[attr-defined]  # may block: a client of its own
-        store.set(f"{name}/{self.rank}", text)
+        self._store.set(f"{name}/{self.rank}", text)
         keys = [f"{name}/{r}" for r in range(self.size)]
         for r, key in enumerate(keys):
             try:
-                store.wait([key], timedelta(seconds=self._timeout))
+                self._store.wait([key], timedelta(seconds=self._timeout))
             except Exception as error:
                 raise PeerError(
                     f"worker {r} did not show up for {name!r} within {self._timeout:g} s; "
                     "check that every worker calls decentralize() and is alive"
                 ) from error
-        return [store.get(key).decode() for key in keys]
+        return [self._store.get(key).decode() for key in keys]
 
     def collect(self, name: str, text: str) -> Callable[[], list[str] | None]:
         store = self._store.clone()  # type: ignore[attr-defined]  # others may block on theirs

@@ -31,7 +31,7 @@ from typing import IO, Any
 from gossamer.errors import GossamerError, InputError
 from gossamer.lab.cpu import CpuMeter, RunStats
 from gossamer.lab.forkserver import MAX_WORKERS, GangSpec, WorkerSpec
-from gossamer.lab.server import ONE_THREAD, fork_server
+from gossamer.lab.server import WORKER_ENV, fork_server
 
 START_SECONDS = 120.0  # importing torch on a loaded machine takes its time
 TAIL = 4000  # characters of a worker's output shown with a failure
@@ -170,7 +170,7 @@ class WorkerPool:
             workers=tuple(self._specs()),
             sys_path=tuple(p or os.getcwd() for p in sys.path),
             cwd=os.getcwd(),
-            environ={**os.environ, **ONE_THREAD},
+            environ={**os.environ, **WORKER_ENV},
             main=main,
         )
         mine, theirs = socket.socketpair()

@@ -12,7 +12,14 @@ import threading
 
 from gossamer.lab.forkserver import GangSpec
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Many workers share few cores. And a store looks up the name of everybody who connects: a name server that does not
+# answer must not hold up a run.
+WORKER_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "RES_OPTIONS": "timeout:1 attempts:1",
+}
 
 
 class Server:
@@ -30,7 +37,7 @@ class Server:
                 pass_fds=[child.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, **ONE_THREAD},
+                env={**os.environ, **WORKER_ENV},
                 start_new_session=True,  # Ctrl-C is ours to handle
             )
 
