@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from toy import Toy
 
 from gossamer.recipes import checkpoint, stop
 from gossamer.recipes.config import make_config
 from gossamer.recipes.run import run
 from gossamer.runtime.methods import parse
+from toy import Toy
 
 STEPS = 6
 SETTINGS = {

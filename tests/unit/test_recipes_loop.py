@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from toy import Toy
 
 from gossamer import InputError
 from gossamer.recipes import checkpoint
@@ -13,6 +12,7 @@ from gossamer.recipes.gradients import Batched, Looped, choose
 from gossamer.recipes.loop import Diverged, Progress
 from gossamer.recipes.run import make_crew, prepare, read_config, run
 from gossamer.runtime.methods import parse
+from toy import Toy
 
 METHODS = ["ddp", "dsgd:ring", "dadam:ring", "accumadam:aer"]
 
@@ -102,6 +102,15 @@ def test_vectorized_gradients_equal_the_loop(method, exact_inside, micro, tmp_pa
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_batches_of_unequal_shapes_are_looped(tmp_path):
+    class Uneven(Toy):
+        def batches(self, worker, workers, *, seed):
+            return Toy(batch=4 + worker % 2).batches(worker, workers, seed=seed)
+
+    looped = trained(tmp_path / "a", "dadam:ring", Uneven(), batched="off")
+    assert same(trained(tmp_path / "b", "dadam:ring", Uneven(), batched="on"), looped)
+
+
 def test_the_choice_leaves_no_trace_and_avoids_running_statistics(tmp_path):
     config = config_for("dadam:ring", batched="auto")
     for task in (Toy(), Toy(norm=True)):
@@ -144,12 +153,12 @@ def test_a_damaged_or_half_written_checkpoint(tmp_path):
     (newest / "replica-00002.pt").unlink()
     assert checkpoint.latest(tmp_path) == 4
     (tmp_path / "checkpoints" / "step-00000004" / "replica-00001.pt").write_bytes(b"torn")
-    with pytest.raises(Exception, match="cannot read checkpoint .*remove its folder"):
+    with pytest.raises(Exception, match=r"cannot read checkpoint .*remove its folder"):
         checkpoint.load(tmp_path, 4, 1)
 
 
 def test_a_loss_that_is_not_finite_is_named(tmp_path):
-    with pytest.raises(Diverged, match="after step .* at learning rate 1e[+]30; lower --lr"):
+    with pytest.raises(Diverged, match=r"after step .* at learning rate 1e[+]30; lower --lr"):
         trained(tmp_path, "dsgd:ring", lr=1e30, clip=0.0, schedule="constant", warmup=0)
 
 

@@ -18,6 +18,7 @@ def play(folder, *, lockstep, seed, meet_every):
     changed = threading.Condition()
     meeting = threading.Barrier(WORKERS)
     ended = [None] * WORKERS
+    lead = 0 if lockstep else 3
 
     def worker(rank):
         chance = random.Random(seed * 10 + rank)
@@ -29,7 +30,6 @@ def play(folder, *, lockstep, seed, meet_every):
             if rank == seed % WORKERS and step == 7:
                 request(folder)
             time.sleep(chance.random() * 0.002)
-            lead = 0 if lockstep else 3
             with changed:
                 # nobody finishes a step that another has not begun (lockstep), or is far behind of (gossip)
                 begun = done[rank]

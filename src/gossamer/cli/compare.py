@@ -31,6 +31,7 @@ from gossamer.errors import GossamerError, InputError
 
 if TYPE_CHECKING:
     from gossamer.recipes.config import RunConfig
+    from gossamer.report.runs import Group
     from gossamer.runtime.methods import Method
 
 app = command_app()
@@ -270,6 +271,7 @@ def _finish(
     from gossamer.report.runs import grouped, load_runs, summary, verdict
 
     groups = grouped([r for r in load_runs(folder) if str(r.folder) not in failed])
+    _predict(groups)
     rows, sentence = summary(groups), verdict(groups)
     content = {
         "command": command_line(),
@@ -297,6 +299,41 @@ def _finish(
     print_rich(
         f"[bold]{sentence}[/]", f"report: {html}" if html else f"report: gossamer report {folder} --html report.html"
     )
+
+
+def _predict(groups: list[Group]) -> None:
+    """Beside each measured step time on shaped links the one that the runtime model predicts for them, with the compute
+    time that the gossiping workers had: their step without waiting."""
+    import json
+
+    from gossamer.lab import parse_rate
+    from gossamer.runtime.cluster import Cluster, Compute, Ddp, Link, Links, Model
+    from gossamer.runtime.predict import predict
+    from gossamer.topology import Layout
+
+    runs = [run for g in groups for run in g.runs]
+    computes = [run.step_time * (1 - run.waiting) for run in runs if run.waiting is not None]
+    rate = parse_rate(runs[0].clock.get("link"))
+    if runs[0].clock["kind"] != "measured" or rate is None or not computes:
+        return
+    for g in groups:
+        content = g.runs[0].content
+        config = content["config"]
+        if config["exact_inside"]:
+            continue  # the model describes gossip between workers, and all-reduce
+        layout = Layout.of(config["per_node"])
+        described = Cluster(
+            nodes=layout.nodes,
+            per_node=layout.per_node,
+            links=Links(inter=Link(bandwidth_gbps=rate / 1e9), intra=Link(bandwidth_gbps=10)),
+            compute=Compute(seconds=min(computes)),
+            model=Model(mb=content["parameters"] * 4 / 1e6),
+            ddp=Ddp(bucket_mb=config["ddp_bucket_mb"] or 25.0),
+        )
+        predicted = predict(content["method"], described, steps=100).step_time
+        for run in g.runs:
+            run.content["predicted_step_seconds"] = predicted
+            (run.folder / "config.json").write_text(json.dumps(run.content, indent=1) + "\n")
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from gossamer.recipes.config import RunConfig
     from gossamer.recipes.loop import Row
+    from gossamer.trace import Trace
 
 app = command_app()
 
@@ -123,18 +124,19 @@ def start(config: RunConfig, folder: Path, task: Any, cluster: str | None, link:
     from gossamer.recipes.run import prepare
     from gossamer.report.record import command_line, environment
     from gossamer.runtime.methods import parse
+    from gossamer.trace import write_chrome
 
     method = parse(config.method)
     clock: dict[str, Any] = {"kind": "measured", "link": link}
     if link is not None:
         clock["network"] = "paced" if why_unavailable() else "namespaces"
-    described = described_cluster(cluster or "a40", config.per_node) if config.virtual else None
-    if described is not None:
-        clock = simulated(method, config, described)
+    trace: Trace | None = None
+    if config.virtual:
+        clock, trace = simulated(method, config, described_cluster(cluster or "a40", config.per_node))
     facts = {"method": str(method), "clock": clock, "command": command_line(), "environment": environment()}
     prepare(folder, config, method, task, facts)
-    if described is not None:
-        simulated(method, config, described, folder)
+    if trace is not None:
+        write_chrome(trace, folder / "predicted.json")
     return clock
 
 
@@ -221,7 +223,8 @@ def _tell(outcome: dict[str, Any], folder: Path, config: RunConfig, as_json: boo
     else:
         seconds = outcome["seconds"] / max(1, outcome["step"])
         values = "  ".join(f"{k} {v:.4g}" for k, v in outcome.get("averaged", {}).items())
-        print_rich(f"{folder}: {outcome['step']} steps, {seconds * 1e3:.1f} ms a step  {values}")
+        clock = "simulated " if config.virtual else ""
+        print_rich(f"{folder}: {outcome['step']} steps, {seconds * 1e3:.1f} {clock}ms a step  {values}")
     if outcome["stopped"]:
         typer.echo(
             f"stopped after step {outcome['step']} of {config.steps}; go on with: gossamer train --resume {folder}",

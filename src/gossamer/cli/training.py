@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gossamer.recipes.task import Task
     from gossamer.runtime.cluster import Cluster
     from gossamer.runtime.methods import Method
+    from gossamer.trace import Trace
 
 FOREVER = 20 * 86400.0  # the launcher's limit on a run; longer ones overflow its poll
 # Flags that are not named are keys of the configuration or of the task's options.
@@ -148,13 +149,12 @@ def described_cluster(source: str, per_node: Sequence[int]) -> Cluster:
     return load(source).resized(Layout.of(per_node))
 
 
-def simulated(method: Method, config: RunConfig, cluster: Cluster, folder: Path | None = None) -> dict[str, Any]:
-    """The clock of a virtual run: the predicted step time on the cluster, and a timeline in the run's folder."""
+def simulated(method: Method, config: RunConfig, cluster: Cluster) -> tuple[dict[str, Any], Trace]:
+    """The clock of a virtual run: the predicted step time on the cluster, and a predicted timeline."""
     from dataclasses import replace
 
     from gossamer.runtime.predict import default_policy, predict, predicted_trace
     from gossamer.topology import Layout
-    from gossamer.trace import write_chrome
 
     setting = cluster
     if config.exact_inside and method.algorithm != "ddp":
@@ -178,9 +178,7 @@ def simulated(method: Method, config: RunConfig, cluster: Cluster, folder: Path 
             average_every=config.average_every // config.every,
         )
     result = predict(method, setting, steps=200, policy=policy, trace_steps=TRACED)
-    if folder is not None:
-        write_chrome(predicted_trace(method, setting, result), folder / "predicted.json")
-    return {
+    clock = {
         "kind": "simulated",
         "cluster": cluster.name,
         "layout": str(cluster.layout),
@@ -188,6 +186,7 @@ def simulated(method: Method, config: RunConfig, cluster: Cluster, folder: Path 
         "step_seconds": result.step_time,
         "waiting": result.waiting,
     }
+    return clock, predicted_trace(method, setting, result)
 
 
 # -- running --------------------------------------------------------------------------------------------------------

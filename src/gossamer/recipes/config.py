@@ -53,6 +53,8 @@ class RunConfig(BaseModel):
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Decay of an exponential moving average of worker 0's parameters; 0: none."""
 
+    ddp_bucket_mb: Annotated[float, Field(gt=0)] | None = None
+    """Size of DDP's buckets in MiB; None: torch's default, which is one bucket for a small model: no overlap."""
     combine: Literal["awc", "atc"] = "awc"
     """Synchronous gossip: overlapped, or adapt then combine."""
     every: Count = 1

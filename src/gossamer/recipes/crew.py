@@ -114,7 +114,7 @@ class DdpCrew(Crew):
         self, task: Task, method: Method, config: RunConfig, rank: int, hook: Callable[..., Any] | None = None
     ):
         replica = make_replica(task, method, config, [rank])
-        wrapped = DistributedDataParallel(replica.model)
+        wrapped = DistributedDataParallel(replica.model, bucket_cap_mb=config.ddp_bucket_mb)
         if hook is not None:
             wrapped.register_comm_hook(None, hook)
         replica.forward = wrapped

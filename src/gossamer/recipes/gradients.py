@@ -88,34 +88,41 @@ class _Loss(nn.Module):
 
 
 class Batched:
-    """All replicas' gradients by `vmap` over stacked parameters. Needs batches of equal shapes and a model without
-    buffers that change; dropout differs between workers, with other random numbers than `Looped`."""
+    """All replicas' gradients by `vmap` over stacked parameters; a step whose batches differ in shape is looped. Not
+    for models with buffers that change. Dropout differs between workers, with other random numbers than `Looped`."""
 
     def __init__(self, task: Task, config: RunConfig):
-        self.task, self.config = task, config
+        self.task, self.config, self._looped = task, config, Looped(task, config)
 
     def __call__(self, replicas: Sequence[Replica], batches: BatchesOf) -> list[float]:
+        flat = [[batch for own in replica for batch in own] for replica in batches]
+        try:
+            inputs = [_stack(own) for own in flat]
+            together = inputs[0] if len(inputs) == 1 else _stack(inputs)
+        except _Unequal:
+            return self._looped(replicas, batches)
+        return self._vectorized(replicas, together)
+
+    def _vectorized(self, replicas: Sequence[Replica], inputs: Any) -> list[float]:
         loss = _Loss(self.task, replicas[0].model)
         names = [f"model.{name}" for name, _ in replicas[0].model.named_parameters()]
         parameters = [list(r.model.parameters()) for r in replicas]
 
-        def mean_loss(values: list[Tensor], inputs: Any) -> Tensor:
+        def mean_loss(values: list[Tensor], own: Any) -> Tensor:
             def one(batch: Any) -> Tensor:
                 with precision(self.config):
                     made: Tensor = functional_call(loss, dict(zip(names, values, strict=True)), (batch,))
                 return made
 
-            return vmap(one, randomness="different")(inputs).float().mean()
+            return vmap(one, randomness="different")(own).float().mean()
 
         torch.set_rng_state(replicas[0].random[0])
         gradient = grad_and_value(mean_loss)
-        flat = [[batch for own in replica for batch in own] for replica in batches]
         if len(replicas) == 1:
-            gradients, losses = gradient([p.detach() for p in parameters[0]], _stack(flat[0]))
+            gradients, losses = gradient([p.detach() for p in parameters[0]], inputs)
             gradients, losses = [g[None] for g in gradients], losses[None]
         else:
             stacked = [torch.stack([p.detach() for p in same]) for same in zip(*parameters, strict=True)]
-            inputs = _stack([_stack(own) for own in flat])
             gradients, losses = vmap(gradient, randomness="different")(stacked, inputs)
         replicas[0].random[0] = torch.get_rng_state()
         for place, own in enumerate(parameters):
@@ -124,15 +131,19 @@ class Batched:
         return [float(v) for v in losses]
 
 
+class _Unequal(Exception):
+    """Batches that cannot be stacked."""
+
+
 def _stack(batches: Sequence[Any]) -> Any:
-    """Equal structures of tensors as one, with a new first dimension. Other leaves must be equal."""
+    """Structures of tensors as one, with a new first dimension."""
     leaves, specs = zip(*(pytree.tree_flatten(b) for b in batches), strict=True)
     if any(s != specs[0] for s in specs):
-        raise ValueError("batches differ in structure")
+        raise _Unequal
     made = []
     for same in zip(*leaves, strict=True):
-        if not all(isinstance(x, Tensor) for x in same):
-            raise ValueError("a batch holds something that is no tensor")
+        if not all(isinstance(x, Tensor) and x.shape == same[0].shape for x in same):
+            raise _Unequal
         made.append(torch.stack(same))
     return pytree.tree_unflatten(made, specs[0])
 
@@ -158,7 +169,7 @@ def choose(task: Task, config: RunConfig, replicas: Sequence[Replica]) -> tuple[
                 began = time.perf_counter()
                 way(replicas, batches)
                 seconds[name] = time.perf_counter() - began
-        except (RuntimeError, ValueError, NotImplementedError, TypeError):
+        except (RuntimeError, ValueError, TypeError):  # what vmap raises where it does not know an operation
             if name == "off":
                 raise
     for replica, at, state in zip(replicas, places, random, strict=True):
