@@ -14,8 +14,8 @@ app = command_app()
 
 
 @app.command(
-    epilog="Examples: torchrun --nproc-per-node 2 -m gossamer probe -o cluster.toml --compute compute.json\n\n"
-    "gossamer probe --nodes 2 --per-node 2 --link 50mbit -o cluster.toml --model-mb 4 --compute 0.4"
+    epilog="Examples: gossamer probe --nodes 2 --per-node 2 --link 50mbit -o cluster.toml --model-mb 4 --compute 0.4\n\n"
+    "torchrun --nproc-per-node 2 -m gossamer probe -o cluster.toml --compute compute.json"
 )
 def probe(
     out: Annotated[Path, typer.Option("-o", "--out", help="Cluster file to write (.toml).")] = Path("cluster.toml"),

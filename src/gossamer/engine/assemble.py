@@ -19,6 +19,7 @@ from gossamer.engine.lane import Lane
 from gossamer.engine.meter import Meter
 from gossamer.engine.settings import Filter, Settings
 from gossamer.engine.sketch import Sketcher
+from gossamer.engine.synchronous import SyncLane
 from gossamer.errors import InputError
 from gossamer.topology import Layout, resolve
 from gossamer.topology.events import Events
@@ -158,7 +159,7 @@ def assemble(
     lanes: list[Lane] = []
     for index, optimizer in enumerate(p.optimizers):
         meter = Meter(p.rank, p.layout, writer)
-        lane = (AsyncLane if settings.asynchronous else Lane)(
+        lane = (AsyncLane if settings.asynchronous else SyncLane)(
             index,
             p.rank,
             optimizer,

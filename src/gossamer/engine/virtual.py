@@ -30,6 +30,7 @@ from gossamer.engine.decentralize import starting_values
 from gossamer.engine.describe import agree, describe
 from gossamer.engine.gossip import Collective, Gossip
 from gossamer.engine.settings import Filter, Settings
+from gossamer.engine.synchronous import SyncLane
 from gossamer.errors import InputError
 from gossamer.topology import Layout
 from gossamer.topology.events import Event
@@ -80,7 +81,8 @@ class VirtualCluster:
         self.gossips = [assemble(w, self.hub.transport(w.rank), self._refuse, self._nudge, None) for w in workers]
         for gossip in self.gossips:
             for lane in gossip.lanes:
-                lane.combine = partial(self._combine, lane.index)  # type: ignore[method-assign]
+                if isinstance(lane, SyncLane):
+                    lane.combine = partial(self._combine, lane.index)  # type: ignore[method-assign]
                 if isinstance(lane, AsyncLane):
                     lane.drive = self._drive
         return self.gossips
@@ -113,8 +115,7 @@ class VirtualCluster:
     def catch_up(self) -> None:
         """Bring every worker to the round of the furthest by mix-only rounds, as a collective call does."""
         for index in range(len(self.gossips[0].lanes)):
-            lanes = [g.lanes[index] for g in self.gossips]
-            clocks = [lane for lane in lanes if isinstance(lane, AsyncLane)]
+            clocks = [lane for g in self.gossips if isinstance(lane := g.lanes[index], AsyncLane)]
             if clocks:  # an event is done on both sides at once: only clocks can be behind
                 latest = max(lane.virtual_time for lane in clocks)
                 for late in clocks:
@@ -122,6 +123,7 @@ class VirtualCluster:
                         late.meter.mix_only += round(latest - late.virtual_time)
                         late.reach(latest)
                 continue
+            lanes = self._rounds(index)
             goal = max(lane.k for lane in lanes)
             for k in range(min(lane.k for lane in lanes), goal):
                 behind = [lane for lane in lanes if lane.k == k]
@@ -131,9 +133,12 @@ class VirtualCluster:
                 for lane in behind:
                     lane.launch()
                     lane.meter.mix_only += 1
-        for gossip in self.gossips:
-            for lane in gossip.lanes:
+            for lane in lanes:
                 lane.finish()
+
+    def _rounds(self, index: int) -> list[SyncLane]:
+        """Lane `index` of every worker, if it gossips in rounds."""
+        return [lane for g in self.gossips if isinstance(lane := g.lanes[index], SyncLane)]
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
@@ -239,7 +244,7 @@ class VirtualCluster:
     def _combine(self, index: int) -> None:
         """Adapt-then-combine without threads: a worker's values are mixed as soon as all it needs have stepped, which
         is before its own next forward pass."""
-        lanes = [g.lanes[index] for g in self.gossips]
+        lanes = self._rounds(index)
         slowest = min((lane.k for lane in lanes if lane.rank not in self._parked), default=0)
         for lane in lanes:
             if lane.jobs is not None and all(job.done for job in lane.jobs):

@@ -1,0 +1,200 @@
+"""Synchronous gossip: rounds in step with the optimizer, communicated while adapting or after it.
+
+Communicate while adapting (awc): x(t+1) = d(grad f(x(t))) + sum_j w_ij(t) x_j(t).
+    before step()   wait for the exchange launched an iteration ago, put the mixed values into the parameters
+    step()          the user's optimizer applies the gradient that was taken at the un-mixed point
+    after step()    launch the exchange of the new values; it runs during the whole next forward and backward
+Adapt then combine (atc): after step() launch, wait, mix; no overlap.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from gossamer.comm import Job, Mixed, arrived, clock, exchange
+from gossamer.engine.lane import Lane
+from gossamer.errors import InputError
+
+
+class SyncLane(Lane):
+    """One round in flight at a time: idle (`jobs` is None) -> launched -> arrived -> applied."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.jobs: list[Job] | None = None  # the round in flight, one job a bucket that has something to do
+        self.forced = False  # the round in flight is an exact average that the guard asked for
+        self.skips = 0  # steps taken without mixing since the round in flight was launched
+        # With staleness the parameters move while an exchange of their older values is in flight.
+        stale = self.settings.staleness and not self.alone
+        self._sent = [torch.empty_like(b.x) for b in self.buckets] if stale else None
+
+    @torch.no_grad()
+    def mix(self) -> None:
+        """Wait for the round in flight and apply it (or, with staleness, step once more without it)."""
+        self._computed()
+        self._ready = True
+        if self.jobs is not None:
+            late = self.skips < self.settings.staleness and not all(self.channel.wait(j, 0) for j in self.jobs)
+            if late:
+                self.skips += 1
+                self.meter.skipped += 1
+            else:
+                self.finish(assisting=True)
+                self.apply()
+        self._mark = clock()
+
+    def stepped(self) -> None:
+        if self.jobs is None and self.meter.steps % self.settings.every == 0:
+            self.launch()
+
+    @torch.no_grad()
+    def launch(self, *, combine: bool = True) -> None:
+        """Send the parameters as they are now: round k."""
+        if self.alone:
+            self.k += 1
+            self.meter.rounds += 1
+            return
+        for flat in self.flats:
+            flat.pack()
+        self.forced = self.sketcher is not None and self.sketcher.at_launch(self.k, self.buckets)
+        self.meter.guard_averages += self.forced
+        self.meter.averages += self.forced or self.schedule.averages(self.k)
+        self.skips = 0
+        self._post()
+        self.k += 1
+        self.meter.rounds += 1
+        if combine and self.settings.algorithm == "atc":
+            self.combine()
+
+    def combine(self) -> None:
+        """Adapt-then-combine: mix what was just sent before going on."""
+        self.finish(assisting=True)
+        self.apply()
+
+    def _post(self) -> None:
+        """Launch the exchanges of round k: the topology's, or an exact average if the guard forced one."""
+        self.jobs = []
+        for b, bucket in enumerate(self.buckets):
+            source = bucket.x
+            if self._sent is not None:
+                source = self._sent[b]
+                source.copy_(bucket.x)
+            program = self.schedule.program(self.k, b, self.rank, bucket.x.numel(), average=self.forced)
+            if program:
+                make = partial(exchange, program, source, self._out[b], self.wire)
+                job = Job(self.k, b, make)
+                self.jobs.append(job)
+                self.channel.launch(job)
+
+    def finish(self, *, assisting: bool = False) -> None:
+        """Wait until the round in flight has arrived, without applying it."""
+        for job in self.jobs or ():
+            self.wait(job, assisting=assisting)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Put the round that arrived into the parameters."""
+        if self.jobs is None:
+            return
+        if self._sent is not None:
+            for flat in self.flats:
+                flat.pack()
+        for job in self.jobs:
+            self.meter.exchanged(job)
+            if job.result is None:
+                continue
+            x = self.buckets[job.bucket].x
+            if self._sent is None:
+                job.result.write_to(x)
+            else:
+                job.result.correct(x, self._sent[job.bucket])
+        self.jobs = None
+        for flat in self.flats:
+            flat.unpack()
+
+    # -- for collective calls ----------------------------------------------------------------------------------
+
+    def mix_only(self) -> None:
+        """A round without a step, so that others who need this worker's share can go on."""
+        self.finish()
+        self.apply()
+        self.launch()
+        self.meter.mix_only += 1
+
+    def serve(self) -> bool:
+        """A mix-only round if nothing has to be waited for; whether there was one."""
+        if not all(self.channel.wait(job, 0) for job in self.jobs or ()):
+            return False
+        self.finish()  # raises what went wrong
+        self.apply()
+        self.launch(combine=False)
+        self.meter.mix_only += 1
+        return True
+
+    def settle(self) -> None:
+        """Wait for the round in flight; adapt-then-combine leaves none behind."""
+        self.finish()
+        if self.settings.algorithm == "atc":
+            self.apply()
+
+    def adopt(self) -> None:
+        """The parameters were written by the user: go on from them."""
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the round in flight (after it arrived)."""
+        self.finish()
+        for job in self.jobs or ():
+            self.meter.exchanged(job)
+        self.jobs, self.skips = None, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, and what cannot be sent again: with staleness the parameters moved on since the launch."""
+        state: dict[str, Any] = {
+            "round": self.k,
+            "steps": self.meter.steps,
+            "skips": self.skips,
+            "forced": self.forced,
+            "in_flight": self.jobs is not None,
+            "sketch": self.sketcher.state_dict() if self.sketcher is not None else None,
+        }
+        if self.jobs is not None and self._sent is not None:
+            self.finish()
+            state["arrived"] = [
+                (j.bucket, j.result.out.clone(), j.result.weight, self._sent[j.bucket].clone())
+                for j in self.jobs
+                if j.result is not None
+            ]
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. The round in flight is sent again from the same parameters."""
+        if state["in_flight"] and not self.alone and ("arrived" in state) != (self._sent is not None):
+            raise InputError(
+                f"the state was saved {'with' if 'arrived' in state else 'without'} staleness and this run has "
+                f"staleness={self.settings.staleness}; resume with the same, or load only the model and the optimizer"
+            )
+        self.drop()
+        self.k, self.meter.steps, self.forced = state["round"], state["steps"], state["forced"]
+        if self.sketcher is not None and state["sketch"] is not None:
+            self.sketcher.load_state_dict(state["sketch"])
+        if not state["in_flight"] or self.alone:
+            return
+        if self._sent is None:
+            for flat in self.flats:
+                flat.pack()
+            self.k -= 1
+            self._post()
+            self.k += 1
+        else:
+            self.jobs = []
+            for b, out, weight, sent in state["arrived"]:
+                self._out[b][: out.numel()].copy_(out)
+                self._sent[b].copy_(sent)
+                mixed = Mixed(self._out[b][: out.numel()], weight)
+                self.jobs.append(Job(self.k - 1, b, arrived, result=mixed, finished=clock()))
+        self.skips = state["skips"]
