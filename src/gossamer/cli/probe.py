@@ -14,7 +14,7 @@ app = command_app()
 
 
 @app.command(
-    epilog="Examples: gossamer probe --nodes 2 --per-node 2 --link 50mbit -o cluster.toml --model-mb 4 --compute 0.4\n\n"
+    epilog="Examples: gossamer probe --nodes 2 --per-node 2 --link 50mbit -o cluster.toml --model-mb 4\n\n"
     "torchrun --nproc-per-node 2 -m gossamer probe -o cluster.toml --compute compute.json"
 )
 def probe(
