@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -337,6 +338,7 @@ def _predict(groups: list[Group]) -> None:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
     from rich.text import Text  # a method's colons are no emoji
 
     metric = rows[0]["metric"]
@@ -369,4 +371,4 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             "-" if r["waiting"] is None else f"{r['waiting']:.0%}",
             f"{r['consensus_distance']:.2g}",
         )
-    print_rich(made)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(made)  # a file has room
