@@ -1,9 +1,11 @@
 """Asynchronous gossip on real processes: parity with virtual workers, no lost update, no hang, nothing left behind."""
 
+import contextlib
 import copy
 import gc
 import os
 import random
+import signal
 import threading
 import time
 
@@ -200,13 +202,13 @@ def bounded(rank, decentralize, n, bound):
     settings = {"topology": "ring", "algorithm": "a2cid2", "rate": 2.0, "max_staleness": bound}
     with decentralize(model, optimizer, **settings) as gossip:
         lane = gossip.lanes[0]
-        launch = lane.launch
+        stepped = lane.stepped
 
-        def noted(**kwargs):
+        def noted():
             log.append((time.monotonic(), lane.meter.steps))
-            launch(**kwargs)
+            stepped()
 
-        lane.launch = noted
+        lane.stepped = noted
         for _ in gossip.budget(40 * n):
             loss_of(model, rank, 0).backward()
             time.sleep(0.03 if rank == 1 else 0.003)
@@ -400,3 +402,39 @@ def test_ddp_is_refused_in_one_sentence(pools):
     for kind, message in pools(2).run(error_of, wrapped):
         assert kind == "InputError"
         assert "needs every worker to have a replica of its own" in message
+
+
+def interrupted(rank, decentralize, trials):
+    """Ctrl-C at random moments: in a wait, in the optimizer, with the lock held."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    draw = random.Random(5)
+    ends = []
+    try:
+        for trial in range(trials):
+            model = seeded(0, lambda: mlp(64))
+            optimizer = adam(model)
+            delay = 0.05 + 0.3 * draw.random()
+            settings = {"algorithm": "a2cid2", "rate": 4.0, "clock": ["wall", "virtual"][trial % 2]}
+            timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+            try:
+                with decentralize(model, optimizer, topology="complete", **settings):
+                    timer.start()
+                    while True:
+                        train(model, optimizer, rank, 1)
+            except (KeyboardInterrupt, gossamer.GossamerError) as error:
+                ends.append(type(error).__name__)
+            timer.cancel()
+            with contextlib.suppress(KeyboardInterrupt):
+                timer.join()
+                time.sleep(0.05)
+            torch.distributed.barrier()
+            ends.append(ours())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return ends
+
+
+def test_interrupts_at_any_moment_leave_nothing(pools):
+    for ends in pools(3).run(real, interrupted, 8):
+        assert ends[1::2] == [[]] * 8
+        assert set(ends[::2]) <= {"KeyboardInterrupt", "PeerError", "GossamerError"}

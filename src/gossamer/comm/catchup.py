@@ -38,6 +38,7 @@ class Counted(Protocol):
 class Frozen(Protocol):
     """An asynchronous lane: begins no further event when frozen, then runs to an agreed one."""
 
+    def verify(self) -> None: ...
     def freeze(self) -> int: ...
     def run_to(self, number: int) -> None: ...
 
@@ -85,6 +86,8 @@ class CatchUp:
             self._store.set(f"{self._epoch}/at/{self._rank}", "here")
             self._store.add(f"{self._epoch}/posted", 1)
             while self._store.add(f"{self._epoch}/posted", 0) < self._size:
+                for lane in lanes:
+                    lane.verify()
                 if clock() > deadline:
                     raise PeerError(self._absent(call))
                 time.sleep(POLL)

@@ -23,16 +23,18 @@ from gossamer.comm.pace import Pace
 from gossamer.comm.transport import Channel, Job, PeerError, Transport, clock
 
 NEVER = 2**31 - 1  # a tag that no exchange has
+POLL = 0.005  # seconds between looks for a peer that connects for the first time
 
 
 class Edge:
     """The connection of this worker with one peer, made when first used; tags keep channels and buckets apart."""
 
-    def __init__(self, store: Store, me: int, peer: int, timeout: float):
+    def __init__(self, store: Store, me: int, peer: int, timeout: float, left: threading.Event):
         low, high = sorted((me, peer))
         self.me, self.peer, self.other = me, peer, 0 if me == high else 1
         self._store = PrefixStore(f"edge/{low}-{high}", store)
         self._timeout = timedelta(seconds=timeout)
+        self._left = left  # this worker takes part in nothing any more
         self._lock = threading.Lock()
         self._group: Any = None
 
@@ -40,12 +42,20 @@ class Edge:
     def group(self) -> Any:
         with self._lock:  # bucket threads may meet here
             if self._group is None:
+                self._await_peer()  # connecting cannot be interrupted, this can
                 options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 options._devices = [gloo_device()]
                 options._threads = 1
                 options._timeout = self._timeout
                 self._group = ProcessGroupGloo(self._store, 1 - self.other, 2, options)
             return self._group
+
+    def _await_peer(self) -> None:
+        self._store.set(f"here/{self.me}", "")
+        deadline = clock() + self._timeout.total_seconds()
+        while not self._store.check([f"here/{self.peer}"]):
+            if self._left.wait(POLL) or clock() > deadline:
+                raise ConnectionError("it did not connect")
 
     def recv(self, message: Tensor, tag: int) -> Any:
         return self.group.recv([message], self.other, tag)
@@ -68,6 +78,7 @@ class GlooTransport(Transport):
         self._store, self._timeout, self._group = store, timeout, group
         self._edges: dict[int, Edge] = {}
         self._lock = threading.Lock()
+        self._left = threading.Event()
         self.pace = Pace.from_environment(rank)  # None: links are what they are
         # A blocking get holds its client's lock: edges connect through a client of their own.
         self._edge_store = store.clone()  # type: ignore[attr-defined]
@@ -77,7 +88,7 @@ class GlooTransport(Transport):
             if peer not in self._edges:
                 store = self._edge_store.clone()
                 store.set_timeout(timedelta(seconds=self._timeout))  # a peer may be late for the first exchange
-                self._edges[peer] = Edge(store, self.rank, peer, self._timeout)
+                self._edges[peer] = Edge(store, self.rank, peer, self._timeout, self._left)
             return self._edges[peer]
 
     def channel(self, index: int, lanes_in_flight: int, timeout: float) -> Channel:
@@ -106,7 +117,8 @@ class GlooTransport(Transport):
         broadcast_from_first(tensors, self._group if among is None else subgroup_of(among))
 
     def cut(self) -> None:
-        """End all exchanges under way."""
+        """End all exchanges under way, and begin no connection."""
+        self._left.set()
         with self._lock:
             edges = list(self._edges.values())
         for edge in edges:
@@ -143,12 +155,14 @@ class GlooChannel(Channel):
             return self._done.wait_for(lambda: job.done, timeout)
 
     def close(self, drain: float) -> None:
-        with self._done:
-            self._done.wait_for(lambda: self._pending == 0, drain)
-        for q in self._queues:
-            q.put(None)
-        if self._pending:  # nobody will answer any more
-            self._transport.cut()
+        try:
+            with self._done:
+                self._done.wait_for(lambda: self._pending == 0, drain)
+        finally:
+            for q in self._queues:
+                q.put(None)
+            if self._pending:  # nobody will answer any more
+                self._transport.cut()
         for thread in self._threads:
             thread.join(timeout=1.0)
 

@@ -90,10 +90,7 @@ class AsyncLane(Lane):
     @torch.no_grad()
     def mix(self) -> None:
         """Before the step: y <- x. The lock stays with the training thread until the step is done."""
-        now = clock()
-        self.meter.span("backward" if self._forwarded else "compute", self._mark, now, step=self.meter.steps)
-        self._forwarded = False
-        self._check()
+        self._computed()
         self._let_go()  # a step that raised left it held
         if self.settings.clock == "virtual":
             self.reach(self._virtual + self.durations(self.meter.steps))
@@ -111,7 +108,7 @@ class AsyncLane(Lane):
         self._mark = clock()
 
     @torch.no_grad()
-    def launch(self, *, combine: bool = True) -> None:
+    def stepped(self) -> None:
         """After the step: its displacement y - x goes to x and to x~."""
         for b, bucket in enumerate(self.buckets):
             if self.x_tilde is None:
@@ -415,6 +412,11 @@ class AsyncLane(Lane):
         self.meter.mix_only += 1
         return True
 
+    def verify(self) -> None:
+        """Raise what ended the communication thread, if anything did."""
+        with self._state:
+            self._raise_failure()
+
     def freeze(self) -> int:
         """Begin no further event; the number of the last one begun."""
         with self._state:
@@ -439,17 +441,9 @@ class AsyncLane(Lane):
         """This worker takes no steps for now: nobody is to be held back by it."""
         self._let_go()
         with self._state:
+            self._raise_failure()
             self._parked = True
             self._state.notify_all()
-
-    def finish(self, *, assisting: bool = False) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def drop(self) -> None:
-        pass
 
     def adopt(self) -> None:
         """The parameters were written by the user: they are the state now."""
@@ -525,7 +519,7 @@ class AsyncLane(Lane):
         super().close(drain)  # ends an exchange that is still under way
         if self._thread is not None:
             self._thread.join(timeout=5.0)
-        with torch.no_grad():
+        with self._state, torch.no_grad():
             for bucket, x in zip(self.buckets, self.x, strict=True):
                 bucket.x.copy_(x)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -112,10 +112,13 @@ class Gossip:
     def close(self) -> None:
         """Bring everybody to the same round, stop, and give every parameter storage of its own again. Collective."""
         if self._open:
-            with self._together("close()"):
-                for lane in self.lanes:
-                    lane.drop()
-                self._stop(drain=self.settings.timeout)
+            try:
+                with self._together("close()"):
+                    for lane in self.lanes:
+                        lane.drop()
+                    self._stop(drain=self.settings.timeout)
+            finally:
+                self._stop(drain=0.0)  # somebody did not come: leave without them
 
     def __enter__(self) -> Self:
         return self
@@ -294,16 +297,17 @@ class Gossip:
             return
         self._open = False
         _handles.discard(self)
-        for lane in self.lanes:
-            lane.close(drain)
-            for flat in lane.flats:
-                flat.release()
-        self.control.channel.close(drain)
-        for undo in self._undo:
-            undo()
-        if self._writer is not None:
-            self._writer.close()
-        self.transport.close()
+        with ExitStack() as ends:  # in reverse order, and all of them, even if Ctrl-C falls into one
+            ends.callback(self.transport.close)
+            if self._writer is not None:
+                ends.callback(self._writer.close)
+            for undo in self._undo:
+                ends.callback(undo)
+            ends.callback(self.control.channel.close, drain)
+            for lane in self.lanes:
+                for flat in lane.flats:
+                    ends.callback(flat.release)
+                ends.callback(lane.close, drain)
 
 
 def _exchange_contents(a: torch.Tensor, b: torch.Tensor, chunk: int = 2**18) -> None:

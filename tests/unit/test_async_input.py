@@ -1,0 +1,121 @@
+"""Asynchronous gossip: what is conserved, for every wire, and what is refused, in one sentence."""
+
+import networkx as nx
+import pytest
+import torch
+from torch import nn
+
+from gossamer import ConsensusGuard, InputError, VirtualCluster
+
+ALGORITHMS = ["ad-psgd", "a2cid2"]
+
+
+def cluster_of(n, make=lambda ps: torch.optim.SGD(ps, lr=0.0), **settings):
+    generator = torch.Generator().manual_seed(1)
+    models = [nn.ParameterList([torch.randn(300, generator=generator)]) for _ in range(n)]
+    optimizers = [make(m.parameters()) for m in models]
+    cluster = VirtualCluster(n)
+    gossips = cluster.decentralize(models, optimizers, broadcast=False, **{"topology": "ring", **settings})
+    return cluster, gossips, models, optimizers
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "int8"])
+@pytest.mark.parametrize("topology", ["ring", "star", "complete"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_mean_is_conserved_and_workers_approach_each_other(algorithm, topology, wire):
+    cluster, gossips, _, optimizers = cluster_of(6, topology=topology, algorithm=algorithm, wire=wire, rate=2.0)
+
+    def total():
+        lanes = [g.lanes[0] for g in gossips]
+        return sum((sum(a.double() for a in (*x.x, *(x.x_tilde or x.x))) for x in lanes), torch.zeros(()))
+
+    before, first = total(), cluster.consensus_distance()
+    for _ in range(60):
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(total(), before, rtol=0, atol=2e-5)
+    floor = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.02, "int8": 0.3}[wire]
+    assert cluster.consensus_distance() < floor * first
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "int8"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_pair_gains_what_it_loses(algorithm, wire):
+    cluster, gossips, *_ = cluster_of(2, algorithm=algorithm, wire=wire)
+    lanes = [g.lanes[0] for g in gossips]
+    for event, _ in zip(lanes[0].events.stream(), range(20), strict=False):
+        before = [lane.x[0].double() for lane in lanes]
+        jobs = [lane.begin(event) for lane in lanes]
+        mixed = [lane.x[0].double() for lane in lanes]  # after Mix, before the exchange
+        for lane, launched in zip(lanes, jobs, strict=True):
+            lane.end(event, launched)
+        after = [lane.x[0].double() for lane in lanes]
+        scale = max(x.abs().max() for x in before)
+        assert (after[0] + after[1] - mixed[0] - mixed[1]).abs().max() <= 4 * torch.finfo(torch.float32).eps * scale
+    cluster.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"rate": 0}, "rate must be a positive number of exchanges a gradient, got 0"),
+        ({"rate": -1.0}, "rate must be a positive number of exchanges a gradient, got -1.0"),
+        ({"max_staleness": 0}, "max_staleness=0 keeps all workers in step, which random"),
+        ({"max_staleness": -2}, "max_staleness must be an integer of at least 0, got -2"),
+        ({"max_staleness": 1, "clock": "virtual"}, "on the virtual clock their pace is given"),
+        ({"every": 2}, "every=2 needs rounds"),
+        ({"staleness": 1}, "staleness=1 needs rounds"),
+        ({"average_every": 4}, "average_every=4 needs rounds"),
+        ({"guard": ConsensusGuard()}, "needs rounds"),
+        ({"gaps": "uniform"}, "gaps must be one of poisson, fixed, got 'uniform'"),
+        ({"pairing": "random"}, "pairing must be one of auto, edges, rounds, got 'random'"),
+        ({"clock": "sun"}, "clock must be one of wall, virtual, got 'sun'"),
+    ],
+)
+def test_bad_settings_are_refused(settings, sentence):
+    with pytest.raises(InputError) as error:
+        cluster_of(3, algorithm="a2cid2", **settings)
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["rate", "max_staleness", "clock"])
+def test_synchronous_algorithms_refuse_asynchronous_settings(name):
+    with pytest.raises(InputError, match=f"{name} belongs to the asynchronous algorithms"):
+        cluster_of(3, algorithm="awc", **{name: {"rate": 2.0, "max_staleness": 3, "clock": "virtual"}[name]})
+
+
+def test_lbfgs_is_refused():
+    with pytest.raises(InputError, match="LBFGS"):
+        cluster_of(2, torch.optim.LBFGS, algorithm="a2cid2")
+
+
+def test_a_disconnected_topology_is_refused():
+    with pytest.raises(InputError, match="topology 'custom' is disconnected: workers 0 and 2 never reach each other"):
+        cluster_of(4, algorithm="a2cid2", topology=nx.Graph([(0, 1), (2, 3)]))
+
+
+def test_a_state_of_another_algorithm_is_refused():
+    first, *_ = cluster_of(3, algorithm="ad-psgd")
+    second, *_ = cluster_of(3, algorithm="a2cid2")
+    with pytest.raises(InputError, match=r"saved by algorithm 'ad-psgd' and this run has 'a2cid2'"):
+        second.load_state_dicts(first.state_dicts())
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_budget_counts_the_steps_of_all(algorithm):
+    cluster, gossips, _, optimizers = cluster_of(4, algorithm=algorithm, rate=2.0)
+    budget = gossips[0].budget(40)
+    done = []
+    for known in budget:
+        done.append(known)
+        for optimizer in optimizers:
+            optimizer.step()
+    total = sum(g.lanes[0].meter.steps for g in gossips)
+    assert done[0] == 0
+    assert done == sorted(done)
+    assert 40 <= total <= 40 + 4 * 6  # what worker 0 had not heard of yet
+    assert gossips[0].total_steps <= total
+    with pytest.raises(InputError, match="a budget must be a positive number of steps, got 0"):
+        next(gossips[0].budget(0))
+    cluster.close()
