@@ -39,6 +39,8 @@ def consensus(
     name = _topology(methods)
     if layout.n > MAX_WORKERS:
         raise InputError(f"--consensus simulates every exchange of at most {MAX_WORKERS} workers, got {layout.n}")
+    if not 0 < rate < float("inf"):
+        raise InputError(f"--rate must be a positive number of exchanges a gradient, got {rate}; 1 is usual")
     if runs < 1:
         raise InputError(f"--runs must be a positive number of independent runs, got {runs}")
     if not 0 < epsilon < 1:

@@ -171,7 +171,7 @@ def study(
     goal = 0.0 if until is None else until * rows[0][2]
     y = state.x.copy()
     while state.now < horizon - 1e-9 and (rows[-1][2] > goal or len(rows) == 1):
-        state.exchange_until(state.now + tick)
+        state.exchange_until(min(state.now + tick, horizon))
         if forcing == "noise":
             state.step(random.standard_normal(runs * n))
         elif forcing == "constant":
