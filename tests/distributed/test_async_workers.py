@@ -253,6 +253,26 @@ def test_uneven_data_and_a_long_evaluation_do_not_hang(pools, algorithm):
         assert all(torch.equal(a, b) for a, b in zip(means, results[0], strict=True))
 
 
+def alone(rank, decentralize, clock):
+    model = seeded(0, mlp)
+    optimizer = adam(model)
+    with decentralize(model, optimizer, topology="ring", algorithm="a2cid2", clock=clock) as gossip:
+        for _ in gossip.budget(8):
+            train(model, optimizer, rank, 1, gossip.total_steps)
+        with gossip.averaged():
+            mean = vector(model)
+    return mean, vector(model)
+
+
+@pytest.mark.parametrize("clock", ["wall", "virtual"])
+def test_one_worker_trains_like_the_plain_loop(pools, clock, one_thread):
+    plain = seeded(0, mlp)
+    train(plain, adam(plain), 0, 8)
+    ((mean, last),) = pools(1).run(real, alone, clock)
+    assert torch.equal(mean, vector(plain))
+    assert torch.equal(last, vector(plain))
+
+
 def wall_resume(rank, decentralize):
     """A state of a later time, loaded by a fresh run: exchanges go on at once, the budget too."""
     model = seeded(0, mlp)

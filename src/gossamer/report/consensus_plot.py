@@ -9,6 +9,7 @@ from typing import Any
 from gossamer.errors import InputError
 from gossamer.runtime.consensus import Curve, Scaling
 
+POINTS = 250  # of a line: more cannot be seen
 COLORS = {"ad-psgd": "#57606a", "a2cid2": "#0969da"}
 TITLES = {
     "none": "averaging white values",
@@ -61,7 +62,8 @@ def draw(
 
 
 def _line(axis: Any, curve: Curve, x: Any, y: Any) -> None:
-    axis.plot(x, y, color=COLORS[curve.algorithm], label=curve.algorithm, lw=1.4)
+    every = max(1, len(x) // POINTS)
+    axis.plot(x[::every], y[::every], color=COLORS[curve.algorithm], label=curve.algorithm, lw=1.4)
     axis.grid(alpha=0.25)
 
 
