@@ -21,7 +21,7 @@ TASKS = {
     "lm": {"batch": 2, "context": 16, "evaluate_on": 4},
     "translate": {"batch": 64, "evaluate_on": 4, "beams": 1},
 }
-METHODS = ["ddp", "dadam:ring"]
+METHODS = ["ddp", "dadam:ring", "a2cid2:ring"]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -221,7 +221,7 @@ def verdict(groups: Sequence[Group]) -> str:
     speed = f"{ratio:.2f} times as fast as" if ratio >= 1 else f"slower than ({ratio:.2f} times the speed of)"
     quality = f"{chosen['metric']} {_plus_minus(chosen['metric_mean'], chosen['metric_std'], chosen['seeds'])} against "
     quality += _plus_minus(base["metric_mean"], base["metric_std"], base["seeds"])
-    judged = "as good or better" if good else "not as good"
+    judged = ("as good or better" if good else "not as good") + ("" if chosen["seeds"] > 1 else " (one seed)")
     text = f"{chosen['method']} is {speed} {base['method']} ({_clock(first)}), and {judged} after the same "
     text += f"{base['steps']} steps: {quality}"
     if first.metric != "loss":
