@@ -5,6 +5,9 @@ import json
 import pytest
 
 from gossamer.cli import main
+from gossamer.cli.training import described_cluster, simulated
+from gossamer.recipes.config import make_config
+from gossamer.runtime.methods import parse
 
 TINY = ["--virtual", "2", "--steps", "3", "--batch", "4", "--width", "4", "--evaluate-on", "16", "--threads", "1"]
 
@@ -44,6 +47,16 @@ def test_compare_and_report(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["verdict"] == said["verdict"]
     assert main(["compare", "vision", *TINY, *arguments, "--out", str(out)]) == 2
     assert "already holds a comparison" in capsys.readouterr().err
+
+
+def test_exact_inside_costs_about_a_ddp_step_of_a_node():
+    """Simulated time: nothing is slower than all-reduce over all nodes, nothing faster than the compute."""
+    config = make_config({"task": "vision", "per_node": (4, 4, 4, 4), "virtual": True, "exact_inside": True})
+    cluster = described_cluster("a40", config.per_node)
+    ddp, _ = simulated(parse("ddp"), config, cluster)
+    inside, trace = simulated(parse("accumadam:aer"), config, cluster)
+    assert cluster.compute.means(16).mean() < inside["step_seconds"] < ddp["step_seconds"]
+    assert trace.workers == 4  # nodes
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_measured_runs_average_over_workers_and_differ_by_configuration(tmp_path
     fake_run(tmp_path / "a", "dadam:ring", 0, exact_inside=False, **made)
     fake_run(tmp_path / "b", "dadam:ring", 0, exact_inside=True, **made)
     groups = grouped(load_runs(tmp_path))
-    assert [g.label for g in groups] == ["dadam:ring exact_inside=False", "dadam:ring exact_inside=True"]
+    assert [g.label for g in groups] == ["dadam:ring", "dadam:ring exact-inside"]
     run = groups[0].runs[0]
     assert run.steps[-1]["loss"] == pytest.approx(2.5)  # of 2 and 3
     assert run.steps[-1]["units"] == 80

@@ -163,6 +163,7 @@ class _Trainer:
                     failed[str(folder)] = str(error)
                     continue
             if outcome["stopped"]:
+                typer.echo(f"stopped in {folder}; finished runs are kept, and gossamer report reads them", err=True)
                 raise typer.Exit(130)
         return failed
 

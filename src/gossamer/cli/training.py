@@ -159,7 +159,10 @@ def simulated(method: Method, config: RunConfig, cluster: Cluster) -> tuple[dict
     setting = cluster
     if config.exact_inside and method.algorithm != "ddp":
         # A node is one replica whose compute is a DDP step of its workers; it sends the model once.
-        inside = predict("ddp", cluster.resized(Layout.of(config.per_node[:1])), steps=200)
+        mean = float(cluster.compute.means(config.workers).mean())
+        same = {"seconds": mean, "reference_workers": None, "fixed_seconds": 0.0}
+        alone = cluster.changed(compute=same).resized(Layout.of(config.per_node[:1]))
+        inside = predict("ddp", alone, steps=200)
         setting = cluster.resized(Layout.of([1] * len(config.per_node))).changed(
             compute={
                 "seconds": inside.step_time,

@@ -129,10 +129,16 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     differing = [k for k in keys if len({json.dumps(f.get(k)) for f in flat}) > 1]
     groups: dict[str, Group] = {}
     for run, values in zip(runs, flat, strict=True):
-        extra = "".join(f" {k}={values.get(k)}" for k in differing)
-        label = run.method + extra
+        label = run.method + "".join(_difference(k, values.get(k)) for k in differing)
         groups.setdefault(label, Group(label)).runs.append(run)
     return sorted(groups.values(), key=lambda g: (g.runs[0].method != "ddp", g.label))
+
+
+def _difference(key: str, value: Any) -> str:
+    """What tells a run from others of its method; a switch that is off goes without saying."""
+    if value is True:
+        return f" {key.replace('_', '-')}"
+    return "" if value is False or value is None else f" {key}={value}"
 
 
 def baseline(groups: Sequence[Group]) -> Group:
