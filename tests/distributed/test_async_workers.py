@@ -344,8 +344,14 @@ def test_pairing_switches_to_rounds_by_agreement_where_exchanges_last(pools):
 # -- leaving ------------------------------------------------------------------------------------------------------
 
 
-def ours():
-    return sorted(t.name for t in threading.enumerate() if t.name.startswith("gossamer"))
+def ours(seconds=22):
+    """Threads that are left; gloo may keep one that was cut off in mid-message until the timeout of 20 s."""
+    end = time.perf_counter() + seconds
+    while (
+        left := [t.name for t in threading.enumerate() if t.name.startswith("gossamer")]
+    ) and time.perf_counter() < end:
+        time.sleep(0.02)
+    return sorted(left)
 
 
 def sockets(rank, settle_at=None):

@@ -51,11 +51,12 @@ class Edge:
             return self._group
 
     def _await_peer(self) -> None:
-        self._store.set(f"here/{self.me}", "")
         deadline = clock() + self._timeout.total_seconds()
-        while not self._store.check([f"here/{self.peer}"]):
-            if self._left.wait(POLL) or clock() > deadline:
-                raise ConnectionError("it did not connect")
+        for word in ("here", "seen"):  # a peer that left while it waited for us says only the first
+            self._store.set(f"{word}/{self.me}", "")
+            while not self._store.check([f"{word}/{self.peer}"]):
+                if self._left.wait(POLL) or clock() > deadline:
+                    raise ConnectionError("it did not connect")
 
     def recv(self, message: Tensor, tag: int) -> Any:
         return self.group.recv([message], self.other, tag)

@@ -118,7 +118,7 @@ class AsyncLane(Lane):
                 xt.add_(y - x)
                 x.copy_(y)
         self.counts[:, self.rank] += 1
-        if self._wall is None:
+        if self._wall is None and self._thread is not None and self.settings.clock == "wall":
             self._steps_seconds.append(clock() - self._last_step)
             self._last_step = clock()
         self._state.notify_all()
