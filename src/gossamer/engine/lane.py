@@ -126,9 +126,6 @@ class Lane:
 
     def stepped(self) -> None:
         """After the step: let the neighbors have the new values."""
-        self.launch()
-
-    def launch(self, *, combine: bool = True) -> None:
         raise NotImplementedError
 
     def settle(self) -> None:
