@@ -13,7 +13,7 @@ from gossamer.comm.dist import (
     sharded_ranks,
     subgroup_of,
 )
-from gossamer.comm.exchange import Batch, Exchange, Mixed, Scratch, arrived, exchange, room_for
+from gossamer.comm.exchange import Batch, Exchange, Mixed, Scratch, arrived, correction, exchange, room_for
 from gossamer.comm.gloo import GlooTransport
 from gossamer.comm.local import Hub, LocalTransport
 from gossamer.comm.transport import Channel, Job, PeerError, Transport, clock
@@ -39,6 +39,7 @@ __all__ = [
     "Wire",
     "arrived",
     "clock",
+    "correction",
     "ddp_process_group",
     "default_store",
     "exchange",

@@ -43,12 +43,9 @@ class Mixed:
         else:
             x.lerp_(self.out, self.weight)
 
-    def correct(self, x: Tensor, sent: Tensor) -> None:
-        """x <- x + (mixed - sent), for parameters that moved on since `sent` was sent."""
-        if self.weight is None:
-            x.add_(self.out).sub_(sent)
-        else:
-            x.add_(self.out.sub_(sent), alpha=self.weight)
+    def add_to(self, x: Tensor) -> None:
+        """x <- x + weight * out, for a `correction`."""
+        x.add_(self.out, alpha=1.0 if self.weight is None else self.weight)
 
 
 Exchange = Generator[Batch, None, Mixed | None]
@@ -122,6 +119,14 @@ def exchange(program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Scra
         else:
             yield from _swap(step, value, result, wire if step.wired and not lossless else None, scratch)
     return Mixed(result)
+
+
+def correction(program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Scratch) -> Exchange:
+    """The same, but `out` becomes mixed - x (over the weight), to be added to parameters that moved on meanwhile."""
+    mixed = yield from exchange(program, x, out, wire, scratch)
+    if mixed is not None:
+        mixed.out.sub_(x)
+    return mixed
 
 
 def arrived(scratch: Scratch) -> Exchange:

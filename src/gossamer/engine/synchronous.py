@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gossamer.comm import Job, Mixed, arrived, clock, exchange
+from gossamer.comm import Job, Mixed, arrived, clock, correction, exchange
 from gossamer.engine.lane import Lane
 from gossamer.errors import InputError
 
@@ -84,7 +84,8 @@ class SyncLane(Lane):
                 source.copy_(bucket.x)
             program = self.schedule.program(self.k, b, self.rank, bucket.x.numel(), average=self.forced)
             if program:
-                make = partial(exchange, program, source, self._out[b], self.wire)
+                act = exchange if self._sent is None else correction
+                make = partial(act, program, source, self._out[b], self.wire)
                 job = Job(self.k, b, make)
                 self.jobs.append(job)
                 self.channel.launch(job)
@@ -110,7 +111,7 @@ class SyncLane(Lane):
             if self._sent is None:
                 job.result.write_to(x)
             else:
-                job.result.correct(x, self._sent[job.bucket])
+                job.result.add_to(x)
         self.jobs = None
         for flat in self.flats:
             flat.unpack()
@@ -164,9 +165,7 @@ class SyncLane(Lane):
         if self.jobs is not None and self._sent is not None:
             self.finish()
             state["arrived"] = [
-                (j.bucket, j.result.out.clone(), j.result.weight, self._sent[j.bucket].clone())
-                for j in self.jobs
-                if j.result is not None
+                (j.bucket, j.result.out.clone(), j.result.weight) for j in self.jobs if j.result is not None
             ]
         return state
 
@@ -192,9 +191,8 @@ class SyncLane(Lane):
             self.k += 1
         else:
             self.jobs = []
-            for b, out, weight, sent in state["arrived"]:
+            for b, out, weight in state["arrived"]:
                 self._out[b][: out.numel()].copy_(out)
-                self._sent[b].copy_(sent)
                 mixed = Mixed(self._out[b][: out.numel()], weight)
                 self.jobs.append(Job(self.k - 1, b, arrived, result=mixed, finished=clock()))
         self.skips = state["skips"]
