@@ -12,6 +12,7 @@ from gossamer.cli import main
 from gossamer.lab import why_unavailable
 from gossamer.lab.namespaces import NETNS
 
+pytestmark = pytest.mark.timeout(400)  # real steps of several methods, on cores shared with other tests
 needs_namespaces = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 SMALL = "--nodes 2 --per-node 2 --compute 0.05 --model-mb 0.5 --steps 4 --repeats 1 --bucket-mb 0.2"
 
@@ -57,7 +58,8 @@ def test_paced_links_without_root(capsys):
     assert results["ddp"]["network"] == "paced"
     assert results["ddp"]["step_ms"] >= 750  # 0.75 MB at 8 Mbit/s
     assert results["dadam:aer"]["bytes_counted_by"] == "engine"
-    assert "paced" in results["decent-dp:aer"]["skipped"]
+    why = results["decent-dp:aer"]["skipped"]
+    assert "paced" in why or "not installed" in why
 
 
 def test_a_fixed_time_counts_each_worker_s_steps(capsys):
