@@ -28,12 +28,12 @@ def bench(capsys, arguments):
 def test_methods_beside_each_other_on_shaped_links(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     out, trace = tmp_path / "record", tmp_path / "trace"
-    methods = "ddp,ddp:bf16,dadam:aer,decent-dp:aer"
+    methods = "ddp,dadam:aer,decent-dp:aer"
     answer, results = bench(capsys, f"--link 20mbit --methods {methods} --out {out} --trace {trace}")
     assert list(results) == methods.split(",")
     assert answer["cluster"]["network"] == "namespaces"
     assert answer["cluster"]["dropped_packets"] == 0
-    for name in ("ddp", "ddp:bf16", "dadam:aer"):
+    for name in ("ddp", "dadam:aer"):
         assert results[name]["step_ms"] >= 45  # nothing beats its compute
         assert results[name]["bytes_counted_by"] == "kernel"
         assert len(results[name]["step_ms_samples"]) == 1
@@ -41,7 +41,6 @@ def test_methods_beside_each_other_on_shaped_links(capsys, tmp_path):
     assert results["ddp"]["speedup_vs_ddp"] == 1.0
     # 2 S (n-1)/n leave a node for an all-reduce; a window of four steps and headers blur it
     assert results["ddp"]["bytes_per_step"] == pytest.approx(0.75e6, rel=0.25)
-    assert results["ddp:bf16"]["bytes_per_step"] < 0.7 * results["ddp"]["bytes_per_step"]
     assert results["dadam:aer"]["bytes_per_step"] < results["ddp"]["bytes_per_step"]
     peer = results["decent-dp:aer"]
     assert "not installed" in peer["skipped"] if "skipped" in peer else peer["step_ms"] >= 45
@@ -50,6 +49,14 @@ def test_methods_beside_each_other_on_shaped_links(capsys, tmp_path):
     assert "| dadam:aer |" in (out / "README.md").read_text()
     assert (out / "bars.svg").stat().st_size > 1000
     assert (trace / "timeline.svg").stat().st_size > 1000
+
+
+@pytest.mark.slow  # torch's hook over gloo has been seen to stand still when its group is destroyed
+@pytest.mark.requires_root
+@needs_namespaces
+def test_torch_s_bf16_hook_halves_the_bytes(capsys):
+    _, results = bench(capsys, "--link 20mbit --methods ddp,ddp:bf16")
+    assert results["ddp:bf16"]["bytes_per_step"] < 0.7 * results["ddp"]["bytes_per_step"]
 
 
 def test_paced_links_without_root(capsys):
