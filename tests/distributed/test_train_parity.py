@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gossamer.comm.world import join_world, leave_world
 from gossamer.recipes import checkpoint, stop
 from gossamer.recipes.config import make_config
 from gossamer.recipes.run import run
@@ -27,11 +28,9 @@ def configured(method, virtual, **values):
 
 def real(rank, folder, values, resume=False, stop_after=None):
     """One worker of a job; `stop_after`: worker 1 asks for a stop when it has done so many steps."""
-    import torch.distributed as dist
-
     checkpoint.KEEP = 1000
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join_world()
     config = configured(**values)
 
     def watch(row):
@@ -39,7 +38,7 @@ def real(rank, folder, values, resume=False, stop_after=None):
             stop.request(folder)
 
     progress = run(config, Toy(dropout=0.2), parse(config.method), folder, rank=rank, resume=resume, watch=watch)
-    dist.destroy_process_group()
+    leave_world()
     return progress.stopped, progress.step
 
 

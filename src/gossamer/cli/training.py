@@ -16,9 +16,13 @@ import typer
 from gossamer.errors import GossamerError, InputError
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
     from gossamer.lab import Cluster as Lab
     from gossamer.lab import WorkerPool
     from gossamer.recipes.config import RunConfig
+    from gossamer.recipes.crew import Wrap
     from gossamer.recipes.loop import Progress, Row
     from gossamer.recipes.task import Task
     from gossamer.runtime.cluster import Cluster
@@ -207,16 +211,37 @@ def work(rank: int, folder: str, resume: bool) -> dict[str, Any]:
 
 def train_here(folder: Path, rank: int, resume: bool, watch: Callable[[Row], None] | None = None) -> dict[str, Any]:
     """Train as worker `rank` of the process group, as the folder's configuration says."""
-    from gossamer.comm.world import ddp_hook
     from gossamer.recipes.run import read_config, run
     from gossamer.recipes.task import make_task
     from gossamer.runtime.methods import parse
 
     config, _ = read_config(folder)
     method = parse(config.method)
-    hook = ddp_hook(method.wire) if method.algorithm == "ddp" else None
     task = make_task(config.task, config.options)
-    return _outcome(run(config, task, method, folder, rank=rank, resume=resume, watch=watch, hook=hook))
+    with _all_reduced(config, method, folder, rank) as wrap:
+        return _outcome(run(config, task, method, folder, rank=rank, resume=resume, watch=watch, wrap=wrap))
+
+
+@contextlib.contextmanager
+def _all_reduced(config: RunConfig, method: Method, folder: Path, rank: int) -> Iterator[Wrap]:
+    """Torch's DDP as the run wants it: bucket size, wire, and a timeline if asked for."""
+    from gossamer.comm.baseline import DdpTimeline, ddp
+    from gossamer.topology import Layout
+    from gossamer.trace import TraceWriter
+
+    how: dict[str, Any] = {"bucket_mb": config.ddp_bucket_mb, "wire": method.wire}
+    if not config.trace or method.algorithm != "ddp":
+        yield lambda model, optimizer: ddp(model, **how)
+        return
+    with TraceWriter(folder / "trace", rank, Layout.of(config.per_node).node) as writer:
+        timeline = DdpTimeline(writer)
+
+        def wrap(model: nn.Module, optimizer: Optimizer) -> nn.Module:
+            wrapped = ddp(model, sent=timeline.sent, **how)
+            timeline.attach(wrapped, optimizer)
+            return wrapped
+
+        yield wrap
 
 
 def _outcome(progress: Progress) -> dict[str, Any]:

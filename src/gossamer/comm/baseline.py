@@ -1,4 +1,4 @@
-"""What a benchmark needs of torch.distributed: a process group, and torch's own DDP, the baseline."""
+"""torch's own DDP, the baseline that Gossamer is compared with, in benchmarks and recipes alike."""
 
 # No postponed annotations here: torch looks at those of communication hooks.
 import threading
@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from gossamer.comm.pace import Pace, sleep_until
 from gossamer.comm.transport import clock
+from gossamer.trace import TraceWriter
 
 Sent = Callable[[float, float, int], None]  # start, end (perf_counter), bytes: one bucket's all-reduce
 HOOKS: dict[str, Any] = {
@@ -20,49 +21,6 @@ HOOKS: dict[str, Any] = {
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
 }
-
-
-def start() -> tuple[int, int]:
-    """Join the process group that the environment describes; rank and size."""
-    if dist.is_initialized():  # left behind by a run that failed
-        dist.destroy_process_group()
-    dist.init_process_group("gloo")
-    return dist.get_rank(), dist.get_world_size()
-
-
-_kept: list[nn.Module] = []
-
-
-def stop(model: nn.Module | None = None) -> None:
-    """Leave the process group, after all workers have come here.
-
-    A group that is destroyed while one of its threads returns from a Python hook waits for that thread, which waits for
-    the interpreter's lock. So a DDP `model` with such a hook, and its group with it, is kept until the process ends.
-    """
-    dist.barrier()
-    if isinstance(model, nn.parallel.DistributedDataParallel) and model._comm_hooks:
-        _kept.append(model)
-    dist.destroy_process_group()
-
-
-def barrier() -> None:
-    dist.barrier()
-
-
-def mean(values: list[float]) -> list[float]:
-    """The mean over all workers, entry by entry."""
-    return _reduce(values, dist.ReduceOp.SUM, dist.get_world_size())
-
-
-def largest(value: float) -> float:
-    """The largest over all workers."""
-    return _reduce([value], dist.ReduceOp.MAX, 1)[0]
-
-
-def _reduce(values: list[float], how: Any, divisor: int) -> list[float]:
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, how)
-    return [float(v) / divisor for v in tensor]
 
 
 def ddp(model: nn.Module, *, bucket_mb: float | None = None, wire: str = "fp32", sent: Sent | None = None) -> nn.Module:
@@ -113,3 +71,49 @@ def _told(done: Any, sent: Sent | None, begin: float, size: int) -> Tensor:
         sent(begin, clock(), size)
     result: Tensor = done.value()
     return result
+
+
+class DdpTimeline:
+    """Writes a DDP worker's spans: forward; backward until the last bucket is ready; wait until its all-reduce is done;
+    the optimizer's step; and every bucket's all-reduce. Pass `sent` to `ddp`, then `attach`."""
+
+    def __init__(self, writer: TraceWriter) -> None:
+        self._writer, self._shift = writer, writer.now() - clock()
+        self._exchanges: list[tuple[float, float, int]] = []  # of the step under way, from the group's threads
+        self._begin = self._middle = 0.0
+        self._step = 0
+
+    def sent(self, start: float, end: float, size: int) -> None:
+        self._exchanges.append((start, end, size))
+
+    def attach(self, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        wrapped.register_forward_pre_hook(self._forward_begins)
+        wrapped.register_forward_hook(self._forward_ends)
+        optimizer.register_step_pre_hook(self._step_begins)
+        optimizer.register_step_post_hook(self._step_ends)
+
+    def _record(self, category: str, start: float, end: float, **attrs: Any) -> None:
+        self._writer.record(category, start + self._shift, end + self._shift, step=self._step, **attrs)
+
+    def _forward_begins(self, *_: Any) -> None:
+        self._begin = clock()
+        if self._middle:  # a micro-batch before this one
+            self._record("backward", self._middle, self._begin)
+
+    def _forward_ends(self, *_: Any) -> None:
+        self._middle = clock()
+        self._record("forward", self._begin, self._middle)
+
+    def _step_begins(self, *_: Any) -> None:
+        self._begin = clock()
+        found, self._exchanges = self._exchanges, []
+        ready = max((start for start, _, _ in found), default=self._begin)
+        self._record("backward", self._middle, ready)
+        self._record("wait", ready, max((end for _, end, _ in found), default=ready))
+        for start, end, size in found:
+            self._record("exchange", start, end, bytes=size)
+
+    def _step_ends(self, *_: Any) -> None:
+        self._record("step", self._begin, clock())
+        self._middle = 0.0
+        self._step += 1

@@ -1,16 +1,18 @@
-"""Joining the job that a launcher started: torchrun, Slurm's srun, or Gossamer's own local workers."""
+"""Joining the job that a launcher started, and leaving it: torchrun, Slurm's srun, or Gossamer's own local workers."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from gossamer.comm.dist import node_name
+from gossamer.comm.dist import PrefixStore, default_store, layout_of, node_name
+from gossamer.comm.gloo import GlooTransport
 from gossamer.errors import InputError
+
+_left: list[Any] = []  # process groups, until the process ends; see `leave_world`
 
 
 def launched() -> bool:
@@ -30,11 +32,25 @@ def join_world() -> tuple[int, int]:
             f"{' and '.join(missing)} must be set to the first worker's host and a free port there; export them in the "
             "job script, or start the job with torchrun"
         )
+    if dist.is_initialized():  # left behind by a run that failed
+        _destroy()
     dist.init_process_group("gloo")
     return dist.get_rank(), dist.get_world_size()
 
 
 def leave_world() -> None:
+    """Leave, after all workers have come here."""
+    dist.barrier()
+    _destroy()
+
+
+def _destroy() -> None:
+    """Destroy all groups, but keep their objects until the process ends.
+
+    The last reference is usually dropped with the interpreter's lock held (by a DDP model, say), and the destructor
+    waits for the group's threads. One of them may wait for that lock, to release a tensor or to return from a hook.
+    """
+    _left.extend(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
 
 
@@ -42,19 +58,18 @@ def wait_for_all() -> None:
     dist.barrier()
 
 
+def largest(value: float) -> float:
+    """The largest over all workers. Collective."""
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return float(tensor)
+
+
 def workers_per_node() -> tuple[int, ...]:
     """How many workers each node has, as the launcher placed them. Collective."""
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, node_name())
-    counts: dict[str, int] = {}
-    for at, name in enumerate(names):
-        if name in counts and names[at - 1] != name:
+    store = PrefixStore("gossamer/world", default_store())
+    names = GlooTransport(store, dist.get_rank(), dist.get_world_size(), 300.0).share("node", node_name())
+    for at, name in enumerate(names[1:], start=1):
+        if name != names[at - 1] and name in names[:at]:
             raise InputError(f"the ranks of node {name!r} are not consecutive; let the launcher place them by block")
-        counts[name] = counts.get(name, 0) + 1
-    return tuple(counts.values())
-
-
-def ddp_hook(wire: str) -> Callable[..., Any] | None:
-    """Torch's communication hook that makes DDP send gradients as `wire`; None for fp32."""
-    hooks = {"fp32": None, "bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
-    return hooks[wire]
+    return layout_of(names).per_node

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer.comm import baseline
+from gossamer.comm import baseline, world
 from gossamer.lab.bench_worker import optimizer_of
 from gossamer.lab.emulate import FORWARD, Clock
 from gossamer.runtime.methods import Method
@@ -91,7 +91,7 @@ def learn(rank: int, lesson: Lesson) -> dict[str, Any]:
     """Train; `times` (seconds since the common start) and `losses` of every step, and `final`, the loss of the exact
     mean of all workers' models on 4096 unseen samples."""
     torch.set_num_threads(1)
-    baseline.start()
+    world.join_world()
     torch.manual_seed(lesson.seed)  # one starting point for all methods and workers
     model = Student(lesson.width)
     labels, data = teacher(), torch.Generator().manual_seed(1000 * lesson.seed + rank)
@@ -113,7 +113,7 @@ def learn(rank: int, lesson: Lesson) -> dict[str, Any]:
     seconds = lesson.seconds_of[rank]
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(seconds), lesson.lr / 20)
     times, losses = [], []
-    baseline.barrier()
+    world.wait_for_all()
     begin = time.monotonic()
     for compute in seconds:
         model.seconds = compute
@@ -128,7 +128,7 @@ def learn(rank: int, lesson: Lesson) -> dict[str, Any]:
     final = _final_loss(model, gossip, labels)
     if gossip is not None:
         gossip.close()
-    baseline.stop(forward)
+    world.leave_world()
     return {"times": times, "losses": losses, "final": final}
 
 

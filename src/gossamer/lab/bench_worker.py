@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import gossamer
-from gossamer.comm import baseline
+from gossamer.comm import baseline, world
 from gossamer.lab.bench_setup import DECENT_DP, Setup, emulated
 from gossamer.lab.cpu import CpuTimes
 from gossamer.lab.emulate import FORWARD, EmulatedModel
@@ -143,11 +143,11 @@ def _decent_dp(task: Task, model: EmulatedModel, watch: Watch | None) -> Trainer
 def work(rank: int, task: Task) -> dict[str, Any]:
     """Train, and return `begin`, `end`, `steps`, and what the window between them cost."""
     torch.set_num_threads(1)
-    _, size = baseline.start()
+    _, size = world.join_world()
     writer, watch = _recorder(task, rank, size)
     model = emulated(task.setup, list(task.seconds_of[rank]))
     training = trainer(task, model, watch)
-    baseline.barrier()
+    world.wait_for_all()
     warm = time.monotonic()
     for _ in range(task.warmup):
         training.step()
@@ -162,7 +162,7 @@ def work(rank: int, task: Task) -> dict[str, Any]:
     training.finish()
     if writer is not None:
         writer.close()
-    baseline.stop(training.forward)
+    world.leave_world()
     return {"begin": begin, "end": end, "steps": taken, **_spent(before, after)}
 
 
@@ -171,7 +171,7 @@ def _until(task: Task, training: Trainer, warm: float) -> tuple[int, float | Non
     if task.seconds is None:
         return task.steps, None
     if training.gossip is None:
-        each = baseline.largest((time.monotonic() - warm) / task.warmup)
+        each = world.largest((time.monotonic() - warm) / task.warmup)
         return max(1, round(task.seconds / each)), None
     return 0, time.monotonic() + task.seconds
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,6 +20,7 @@ from gossamer.recipes.methods import Method, gossip_settings
 from gossamer.recipes.replica import Replica, make_replica
 from gossamer.recipes.task import Task
 
+Wrap = Callable[[nn.Module, torch.optim.Optimizer], nn.Module]  # into torch's DDP
 WIRE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -106,18 +108,16 @@ class GossipCrew(Crew):
 
 
 class DdpCrew(Crew):
-    """This process is one of n workers under torch's own DDP."""
+    """This process is one of n workers under torch's own DDP. `wrap` may give it hooks (a wire, a timeline)."""
 
     lockstep = True
 
-    def __init__(
-        self, task: Task, method: Method, config: RunConfig, rank: int, hook: Callable[..., Any] | None = None
-    ):
+    def __init__(self, task: Task, method: Method, config: RunConfig, rank: int, wrap: Wrap | None = None):
         replica = make_replica(task, method, config, [rank])
-        wrapped = DistributedDataParallel(replica.model, bucket_cap_mb=config.ddp_bucket_mb)
-        if hook is not None:
-            wrapped.register_comm_hook(None, hook)
-        replica.forward = wrapped
+        if wrap is None:
+            replica.forward = DistributedDataParallel(replica.model, bucket_cap_mb=config.ddp_bucket_mb)
+        else:
+            replica.forward = wrap(replica.model, replica.optimizer)
         self._a_step = reduced_bytes(replica.model, config.workers, method.wire)
         super().__init__([replica], [rank], config.workers)
 

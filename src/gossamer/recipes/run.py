@@ -19,7 +19,7 @@ import torch
 from gossamer import InputError
 from gossamer.recipes import checkpoint
 from gossamer.recipes.config import RunConfig, make_config
-from gossamer.recipes.crew import Crew, DdpCrew, GossipCrew, VirtualCrew
+from gossamer.recipes.crew import Crew, DdpCrew, GossipCrew, VirtualCrew, Wrap
 from gossamer.recipes.gradients import choose
 from gossamer.recipes.loop import Clock, Progress, Row, train
 from gossamer.recipes.methods import Method, learning_rate
@@ -72,13 +72,13 @@ def run(
     watch: Callable[[Row], None] | None = None,
     clock: Clock | None = None,
     stop: Stop | StopHere | None = None,
-    hook: Callable[..., Any] | None = None,
+    wrap: Wrap | None = None,
 ) -> Progress:
-    """Train as worker `rank`, or as all of them if they are virtual. Every worker must call it."""
+    """Train as worker `rank`, or as all of them if they are virtual. Every worker must call it; `wrap` is `DdpCrew`'s."""
     if config.virtual:
         torch.set_num_threads(config.threads)
     at = checkpoint.latest(folder) if resume else 0  # before anybody can write a newer one
-    crew = make_crew(config, task, method, folder, rank, hook)
+    crew = make_crew(config, task, method, folder, rank, wrap)
     stop = stop or (StopHere() if config.virtual else Stop(folder, rank, config.workers, lockstep=crew.lockstep))
     progress = Progress()
     gradients, batched = choose(task, config, crew.replicas)
@@ -109,13 +109,11 @@ def run(
     return progress
 
 
-def make_crew(
-    config: RunConfig, task: Task, method: Method, folder: Path, rank: int, hook: Callable[..., Any] | None
-) -> Crew:
+def make_crew(config: RunConfig, task: Task, method: Method, folder: Path, rank: int, wrap: Wrap | None) -> Crew:
     if config.virtual:
         return VirtualCrew(task, method, config)
     if method.algorithm == "ddp":
-        return DdpCrew(task, method, config, rank, hook)
+        return DdpCrew(task, method, config, rank, wrap)
     return GossipCrew(task, method, config, rank, folder / "trace" if config.trace else None)
 
 
