@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gossamer.cli import main
-from gossamer.cli.training import described_cluster, simulated
+from gossamer.cli.predicted import described_cluster, simulated
 from gossamer.recipes.config import make_config
 from gossamer.runtime.methods import parse
 

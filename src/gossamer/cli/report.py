@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from gossamer.cli.options import Json, command_app
-from gossamer.cli.output import print_json, print_rich
+from gossamer.cli.output import print_json, print_rich, table
 
 app = command_app()
 
@@ -26,7 +27,6 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Compare the runs in a folder: verdict, table, curves against steps and time, timelines."""
-    from gossamer.cli.compare import print_table
     from gossamer.report.page import write_csv, write_html, write_markdown
     from gossamer.report.runs import grouped, load_runs, summary, verdict
 
@@ -45,3 +45,40 @@ def report(
         return
     print_table(rows)
     print_rich(f"[bold]{sentence}[/]", *(f"{kind}: {path}" for kind, path in files.items()))
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.text import Text  # a method's colons are no emoji
+
+    metric = rows[0]["metric"]
+    columns = [
+        "method",
+        "lr",
+        *([metric] if metric != "loss" else []),
+        "loss",
+        "ms/step",
+        "time",
+        "MB/step",
+        "waits",
+        "spread",
+    ]
+    made = table(*columns)
+    for r in rows:
+        spread = r["seeds"] > 1
+
+        def figure(key: str, row: dict[str, Any] = r, spread: bool = spread) -> str:
+            return f"{row[key + '_mean']:.4g}" + (f"±{row[key + '_std']:.1g}" if spread else "")
+
+        made.add_row(
+            Text(r["method"]),
+            f"{r['lr']:g}",
+            *([figure("metric")] if metric != "loss" else []),
+            figure("loss"),
+            f"{r['step_seconds'] * 1e3:.1f}",
+            "-" if r["relative_time"] is None else f"{r['relative_time']:.0%}",
+            f"{r['bytes_a_step'] / 1e6:.3g}",
+            "-" if r["waiting"] is None else f"{r['waiting']:.0%}",
+            f"{r['consensus_distance']:.2g}",
+        )
+    Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(made)  # a file has room

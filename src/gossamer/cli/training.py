@@ -1,4 +1,4 @@
-"""What `train` and `compare` share: from flags to a configuration, and from a configuration to workers that train."""
+"""Running what `train` and `compare` configured: on local workers, as one worker of a job, or on virtual workers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gossamer.errors import GossamerError, InputError
+from gossamer.errors import GossamerError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,111 +25,10 @@ if TYPE_CHECKING:
     from gossamer.recipes.crew import Wrap
     from gossamer.recipes.loop import Progress, Row
     from gossamer.recipes.task import Task
-    from gossamer.runtime.cluster import Cluster
     from gossamer.runtime.methods import Method
     from gossamer.trace import Trace
 
 FOREVER = 20 * 86400.0  # the launcher's limit on a run; longer ones overflow its poll
-# Flags that are not named are keys of the configuration or of the task's options.
-EXTRA: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
-TRACED = 6  # steps in a predicted timeline
-
-Task_ = Annotated[str | None, typer.Argument(metavar="TASK", help="vision, translate or lm.", show_default=False)]
-Workers = Annotated[int | None, typer.Option(metavar="N", help="Start N local workers (default 4).")]
-Virtual = Annotated[int | None, typer.Option(metavar="N", help="N workers in one process, on a simulated clock.")]
-PerNode = Annotated[
-    str | None, typer.Option(metavar="L", help="Workers on each node: 4, or 4,4,2 (default 4, 2 or 1).")
-]
-Steps = Annotated[int | None, typer.Option(metavar="K", help="Optimizer steps.")]
-Batch = Annotated[int | None, typer.Option(metavar="B", help="Samples in one worker's batch.")]
-Data = Annotated[str | None, typer.Option(metavar="PATH", help="A real data set (default: the embedded one).")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="A .toml file; flags win.")]
-Partition = Annotated[str | None, typer.Option(metavar="P", help="iid, or dirichlet:0.1 (label-skewed).")]
-ExactInside = Annotated[
-    bool | None, typer.Option("--exact-inside", help="Average gradients inside a node, gossip between nodes.")
-]
-ClusterName = Annotated[
-    str | None, typer.Option(metavar="NAME|FILE", help="The cluster whose time --virtual shows (default a40).")
-]
-Link = Annotated[str | None, typer.Option(metavar="RATE", help="Shape the links between nodes, e.g. 20mbit (lab).")]
-
-
-def build_config(
-    task: str | None, file: Path | None, flags: Mapping[str, Any], extra: Sequence[str], **forced: Any
-) -> RunConfig:
-    """File, then flags, then what the command decides. Flags may be keys of the configuration or of the task."""
-    from gossamer.recipes.config import RunConfig, make_config, read_toml
-    from gossamer.recipes.task import options_type
-
-    values = read_toml(file) if file is not None else {}
-    if task is not None:
-        values["task"] = task
-    if "task" not in values:
-        raise InputError("which task? write for example gossamer train vision; the tasks are vision, translate, lm")
-    known = options_type(values["task"]).model_fields
-    options = dict(values.get("options", {}))
-    for key, value in {**{k: v for k, v in flags.items() if v is not None}, **_pairs(extra)}.items():
-        name = key.replace("-", "_")
-        if name in known:
-            options[name] = value
-        elif name in RunConfig.model_fields and name not in ("task", "options"):
-            values[name] = value
-        else:
-            raise InputError(
-                f"there is no option --{key}: task {values['task']!r} knows {', '.join(known)}; a run knows "
-                f"{', '.join(f for f in RunConfig.model_fields if f not in ('task', 'options'))}"
-            )
-    for name in ("betas",):
-        if isinstance(values.get(name), str):
-            values[name] = values[name].split(",")
-    return make_config({**values, "options": options, **{k: v for k, v in forced.items() if v is not None}})
-
-
-def _pairs(extra: Sequence[str]) -> dict[str, Any]:
-    """`--key value`, `--key=value` and `--key` (true) as a dictionary."""
-    found: dict[str, Any] = {}
-    rest = list(extra)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            raise InputError(f"{word!r} is not an option; write --name value, and the task's name first")
-        key, equals, value = word[2:].partition("=")
-        if equals:
-            found[key] = value
-        elif rest and not rest[0].startswith("--"):
-            found[key] = rest.pop(0)
-        else:
-            found[key] = True
-    return found
-
-
-def per_node_from(workers: int | None, virtual: int | None, per_node: str | None) -> tuple[int, ...] | None:
-    """Workers on each node; None when no flag says anything. Left to us, nodes have 4 workers, or 2, or 1: so many
-    that there are two nodes or more."""
-    if workers is not None and virtual is not None:
-        raise InputError("--workers starts processes and --virtual needs none; pass one of them")
-    n = workers if workers is not None else virtual
-    if n is not None and not 1 <= n <= 4096:
-        flag = "--workers" if workers is not None else "--virtual"
-        raise InputError(f"{flag} must be between 1 and 4096, got {n}; pass a positive whole number")
-    if per_node is None:
-        if n is None:
-            return None
-        size = next((s for s in (4, 2) if n % s == 0 and n > s), 1)
-        return (size,) * (n // size)
-    try:
-        counts = [int(piece) for piece in per_node.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1:
-        raise InputError(f"--per-node must be a positive number or a comma list of them, got {per_node!r}; e.g. 4")
-    if len(counts) == 1 and n is not None:
-        if n % counts[0]:
-            raise InputError(f"{n} workers cannot be put {counts[0]} on a node; choose --per-node that divides {n}")
-        counts *= n // counts[0]
-    if n is not None and sum(counts) != n:
-        raise InputError(f"--per-node {per_node} makes {sum(counts)} workers, not {n}; pass one of the two")
-    return tuple(counts)
 
 
 def make_task_for(config: RunConfig) -> Task:
@@ -142,61 +41,44 @@ def make_task_for(config: RunConfig) -> Task:
     return task
 
 
-# -- simulated time -------------------------------------------------------------------------------------------------
+def start(config: RunConfig, folder: Path, task: Any, cluster: str | None, link: str | None) -> dict[str, Any]:
+    """Make the run's folder; what its times mean."""
+    from gossamer.cli.predicted import described_cluster, simulated
+    from gossamer.lab import why_unavailable
+    from gossamer.recipes.run import prepare
+    from gossamer.report.record import command_line, environment
+    from gossamer.runtime.methods import parse
+    from gossamer.trace import write_chrome
+
+    method = parse(config.method)
+    clock: dict[str, Any] = {"kind": "measured", "link": link}
+    if link is not None:
+        clock["network"] = "paced" if why_unavailable() else "namespaces"
+    trace: Trace | None = None
+    if config.virtual:
+        clock, trace = simulated(method, config, described_cluster(cluster or "a40", config.per_node))
+    facts = {"method": str(method), "clock": clock, "command": command_line(), "environment": environment()}
+    prepare(folder, config, method, task, facts)
+    if trace is not None:
+        write_chrome(trace, folder / "predicted.json")
+    return clock
 
 
-def described_cluster(source: str, per_node: Sequence[int]) -> Cluster:
-    """The cluster's machines and model, with as many workers as the run has."""
-    from gossamer.runtime.cluster import load
-    from gossamer.topology import Layout
+def watchers(
+    folder: Path, config: RunConfig, label: str, unit: str, board: bool, quiet: bool
+) -> tuple[Callable[[Row], None], Any]:
+    from gossamer.cli.progress import Display, tensorboard
 
-    return load(source).resized(Layout.of(per_node))
+    display = Display(label, config.steps, unit, 1 if config.virtual else config.workers, quiet=quiet)
+    if not board:
+        return display, display
+    write = tensorboard(folder)
 
+    def both(row: Row) -> None:
+        display(row)
+        write(row)
 
-def simulated(method: Method, config: RunConfig, cluster: Cluster) -> tuple[dict[str, Any], Trace]:
-    """The clock of a virtual run: the predicted step time on the cluster, and a predicted timeline."""
-    from dataclasses import replace
-
-    from gossamer.runtime.predict import default_policy, predict, predicted_trace
-    from gossamer.topology import Layout
-
-    setting = cluster
-    if config.exact_inside and method.algorithm != "ddp":
-        # A node is one replica whose compute is a DDP step of its workers; it sends the model once.
-        mean = float(cluster.compute.means(config.workers).mean())
-        same = {"seconds": mean, "reference_workers": None, "fixed_seconds": 0.0}
-        alone = cluster.changed(compute=same).resized(Layout.of(config.per_node[:1]))
-        inside = predict("ddp", alone, steps=200)
-        setting = cluster.resized(Layout.of([1] * len(config.per_node))).changed(
-            compute={
-                "seconds": inside.step_time,
-                "samples": tuple(map(float, inside.durations)),
-                "reference_workers": None,
-                "fixed_seconds": 0.0,
-            }
-        )
-    policy = default_policy(setting, method)
-    if method.algorithm == "awc":
-        policy = replace(
-            policy,
-            every=config.every,
-            staleness=config.staleness,
-            combine=config.combine,
-            average_every=config.average_every // config.every,
-        )
-    result = predict(method, setting, steps=200, policy=policy, trace_steps=TRACED)
-    clock = {
-        "kind": "simulated",
-        "cluster": cluster.name,
-        "layout": str(cluster.layout),
-        "model_mb": cluster.model.mb,
-        "step_seconds": result.step_time,
-        "waiting": result.waiting,
-    }
-    return clock, predicted_trace(method, setting, result)
-
-
-# -- running --------------------------------------------------------------------------------------------------------
+    return both, display
 
 
 def work(rank: int, folder: str, resume: bool) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def run(
     stop: Stop | StopHere | None = None,
     wrap: Wrap | None = None,
 ) -> Progress:
-    """Train as worker `rank`, or as all of them if they are virtual. Every worker must call it; `wrap` is `DdpCrew`'s."""
+    """Train as worker `rank`, or as all of them if they are virtual; every worker must call it. `wrap`: `DdpCrew`'s."""
     if config.virtual:
         torch.set_num_threads(config.threads)
     at = checkpoint.latest(folder) if resume else 0  # before anybody can write a newer one

@@ -1,0 +1,99 @@
+"""Predicted time for training runs: the clock of virtual workers, and what stands beside a measured step time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gossamer.recipes.config import RunConfig
+    from gossamer.report.runs import Group
+    from gossamer.runtime.cluster import Cluster
+    from gossamer.runtime.methods import Method
+    from gossamer.trace import Trace
+
+TRACED = 6  # steps in a predicted timeline
+
+
+def described_cluster(source: str, per_node: Sequence[int]) -> Cluster:
+    """The cluster's machines and model, with as many workers as the run has."""
+    from gossamer.runtime.cluster import load
+    from gossamer.topology import Layout
+
+    return load(source).resized(Layout.of(per_node))
+
+
+def simulated(method: Method, config: RunConfig, cluster: Cluster) -> tuple[dict[str, Any], Trace]:
+    """The clock of a virtual run: the predicted step time on the cluster, and a predicted timeline."""
+    from gossamer.runtime.predict import default_policy, predict, predicted_trace
+    from gossamer.topology import Layout
+
+    setting = cluster
+    if config.exact_inside and method.algorithm != "ddp":
+        # A node is one replica whose compute is a DDP step of its workers; it sends the model once.
+        mean = float(cluster.compute.means(config.workers).mean())
+        same = {"seconds": mean, "reference_workers": None, "fixed_seconds": 0.0}
+        alone = cluster.changed(compute=same).resized(Layout.of(config.per_node[:1]))
+        inside = predict("ddp", alone, steps=200)
+        setting = cluster.resized(Layout.of([1] * len(config.per_node))).changed(
+            compute={
+                "seconds": inside.step_time,
+                "samples": tuple(map(float, inside.durations)),
+                "reference_workers": None,
+                "fixed_seconds": 0.0,
+            }
+        )
+    policy = default_policy(setting, method)
+    if method.algorithm == "awc":
+        policy = replace(
+            policy,
+            every=config.every,
+            staleness=config.staleness,
+            combine=config.combine,
+            average_every=config.average_every // config.every,
+        )
+    result = predict(method, setting, steps=200, policy=policy, trace_steps=TRACED)
+    clock = {
+        "kind": "simulated",
+        "cluster": cluster.name,
+        "layout": str(cluster.layout),
+        "model_mb": cluster.model.mb,
+        "step_seconds": result.step_time,
+        "waiting": result.waiting,
+    }
+    return clock, predicted_trace(method, setting, result)
+
+
+def predict_measured(groups: list[Group]) -> None:
+    """Beside each measured step time on shaped links the one that the runtime model predicts for them, with the compute
+    time that the gossiping workers had: their step without waiting."""
+    from gossamer.lab import parse_rate
+    from gossamer.runtime.cluster import Cluster, Compute, Ddp, Link, Links, Model
+    from gossamer.runtime.predict import predict
+    from gossamer.topology import Layout
+
+    runs = [run for g in groups for run in g.runs]
+    computes = [run.step_time * (1 - run.waiting) for run in runs if run.waiting is not None]
+    rate = parse_rate(runs[0].clock.get("link"))
+    if runs[0].clock["kind"] != "measured" or rate is None or not computes:
+        return
+    for g in groups:
+        content = g.runs[0].content
+        config = content["config"]
+        if config["exact_inside"]:
+            continue  # the model describes gossip between workers, and all-reduce
+        layout = Layout.of(config["per_node"])
+        described = Cluster(
+            nodes=layout.nodes,
+            per_node=layout.per_node,
+            links=Links(inter=Link(bandwidth_gbps=rate / 1e9), intra=Link(bandwidth_gbps=10)),
+            compute=Compute(seconds=min(computes)),
+            model=Model(mb=content["parameters"] * 4 / 1e6),
+            ddp=Ddp(bucket_mb=config["ddp_bucket_mb"] or 25.0),
+        )
+        predicted = predict(content["method"], described, steps=100).step_time
+        for run in g.runs:
+            run.content["predicted_step_seconds"] = predicted
+            (run.folder / "config.json").write_text(json.dumps(run.content, indent=1) + "\n")
