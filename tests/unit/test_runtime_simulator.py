@@ -1,6 +1,7 @@
 """The simulator against the published check values, exact formulas and a plain event-by-event reference."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,11 @@ from gossamer.runtime.closed_form import allreduce_step, expected_max, gossip_st
 from gossamer.runtime.cluster import from_dict
 from gossamer.runtime.compute import Gaussian
 from gossamer.runtime.costs import AbstractCosts, ClusterCosts
-from gossamer.runtime.predict import Abstract, ddp_shares, predict
-from gossamer.runtime.simulator import PAPER, Policy, share, simulate, simulate_ddp
+from gossamer.runtime.methods import parse
+from gossamer.runtime.predict import Abstract, ddp_shares, default_policy, predict
+from gossamer.runtime.presets import PRESETS
+from gossamer.runtime.sharing import share
+from gossamer.runtime.simulator import PAPER, Policy, simulate, simulate_ddp
 from gossamer.topology import Layout, build, entries
 from gossamer.topology.schedule import Schedule
 
@@ -86,6 +90,54 @@ def test_links_are_shared_equally():
     assert share(padded, np.c_[work, np.zeros(3)])[:, :5] == pytest.approx(got)
     together = share(np.zeros((1, 4)), np.full((1, 4), 0.5))
     assert together == pytest.approx(np.full((1, 4), 2.0))
+
+
+@pytest.mark.parametrize("columns", [2, 3, 8])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 10.0])
+def test_many_links_at_once_are_each_one_link(columns, spread):
+    """The formulas over many rows agree with the event-by-event path that few rows take."""
+    rng = np.random.default_rng(columns)
+    arrival = rng.uniform(0, spread, (60, columns))
+    work = np.where(rng.random((60, 1)) < 0.5, 0.2, rng.uniform(0.05, 0.5, (60, columns)))
+    arrival[:20] = np.maximum(arrival[:20], spread / 2)  # behind a backlog several start together
+    if columns > 2:
+        arrival[40:, -1], work[40:, -1] = np.inf, 0.0
+    alone = np.concatenate([share(arrival[r : r + 1], work[r : r + 1]) for r in range(60)])
+    assert share(arrival, work)[work > 0] == pytest.approx(alone[work > 0], rel=1e-12)
+
+
+def test_a_transfer_that_arrives_as_others_end_is_served():
+    """Arrivals one rounding apart, as exchanges behind one backlog have them."""
+    arrival = np.array([[1.9963798760544715, 1.9998551131071385, 1.9998551134300588, 1.9963970160084075]])
+    arrival = np.c_[arrival, arrival + 1e-16, [[1.9998551134300586, 1.9963770170848085]]]
+    work = np.full((1, 10), 0.00346666666666667)
+    assert (share(arrival, work) >= arrival + work * (1 - 1e-9)).all()
+    assert share(arrival, work).max() == pytest.approx(arrival.min() + work.sum())  # the link is never idle
+
+
+# (preset, workers a node, method, policy): step time, standard deviation of the durations. Computed once by a plain
+# implementation that handled bucket by bucket and event by event.
+KNOWN = [
+    ("a40", [4] * 4, "dadam:aer", {}, 0.057089142843329554, 0.0038318106794667656),
+    ("a40", [4] * 4, "dadam:exp", {"in_flight": 2, "buckets": 5}, 0.08947000000000038, 0.015147095018517591),
+    ("a40", [4] * 4, "dadam:ring", {"stagger": False}, 0.0672356271045579, 0.016203582938254912),
+    ("a40", [4, 4, 2], "dadam:aer", {}, 0.0853019359475313, 0.008080971734436693),
+    ("a40", [4] * 4, "dadam:complete:int8", {"staleness": 2}, 0.05196210380266629, 0.0033923143685009828),
+    ("a40", [4] * 4, "dadam:aer", {"combine": "atc"}, 0.11239780993899078, 0.004749877828852375),
+    ("a40", [4] * 4, "dadam:exponential:bf16", {"average_every": 8}, 0.3831574999999994, 0.11463154095901801),
+    ("t4", [8] * 2, "decent-dp:exp", {}, 0.3097276925885626, 0.03186509959371581),
+    ("t4", [8] * 4, "dadam:random", {"buckets": 3}, 0.17763984645565611, 0.0184543164816934),
+    ("a100", [4] * 8, "dadam:base", {}, 0.04151918003500616, 0.004032334960965674),
+]
+
+
+@pytest.mark.parametrize(("preset", "per_node", "method", "changes", "time", "spread"), KNOWN)
+def test_known_step_times(preset, per_node, method, changes, time, spread):
+    setting = PRESETS[preset].resized(Layout.of(per_node))
+    policy = replace(default_policy(setting, parse(method)), **changes)
+    got = predict(method, setting, steps=60, seed=1, policy=policy)
+    assert got.step_time == pytest.approx(time, rel=1e-9)
+    assert got.durations.std() == pytest.approx(spread, rel=1e-9)
 
 
 def cluster(**changes):

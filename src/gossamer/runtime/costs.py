@@ -8,6 +8,7 @@ a fixed cost across nodes, none inside one, no contention) and `ClusterCosts` (b
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -25,45 +26,61 @@ Ints = NDArray[np.int64]
 
 
 class Peers:
-    """Who waits for whom in a round: the whole group if it averages uniformly, else the neighbors."""
+    """Who waits for whom in a round: the whole group if it averages uniformly, else the neighbors.
+
+    A worker's row lists those whose times count for it, itself included. Rows are concatenated in `members` and begin
+    at `starts`; `row[i]` is worker i's (groups share one).
+    """
 
     def __init__(self, round: Round, n: int) -> None:
         self.round = round
         self.partner: Ints | None = None
         if round.weights is not None:
             pattern = round.sparse(n)
-            self.indices, self.starts = pattern.indices, pattern.indptr[:-1]
+            self.members = pattern.indices.astype(np.int64)
+            self.starts = pattern.indptr[:-1].astype(np.int64)
+            self.row = np.arange(n)
             self.active = np.diff(pattern.indptr) > 1
             return
-        groups = [g for g in round.groups if len(g) > 1]
-        self.active = np.zeros(n, dtype=bool)
-        self.order = np.array([w for g in groups for w in g], dtype=np.int64)
-        self.active[self.order] = True
-        self.sizes = np.array([len(g) for g in groups], dtype=np.int64)
-        self.starts = np.cumsum(self.sizes) - self.sizes
-        if len(groups) and (self.sizes == 2).all():  # pairs: one gather instead of a reduction
-            self.partner = np.arange(n)
-            left, right = self.order[::2], self.order[1::2]
-            self.partner[left], self.partner[right] = right, left
-
-    def latest(self, times: Floats) -> Floats:
-        """For every worker, the largest of its own and its peers' times."""
-        if self.partner is not None:
-            return np.maximum(times, times[self.partner])
-        if self.round.weights is not None:
-            return np.asarray(np.maximum.reduceat(times[self.indices], self.starts))
-        if not len(self.order):
-            return times
-        out = times.copy()
-        out[self.order] = np.repeat(np.maximum.reduceat(times[self.order], self.starts), self.sizes)
-        return out
+        sizes = np.array([len(g) for g in round.groups], dtype=np.int64)
+        self.members = np.fromiter((w for g in round.groups for w in g), dtype=np.int64, count=n)
+        self.starts = np.cumsum(sizes) - sizes
+        self.row = np.empty(n, dtype=np.int64)
+        self.row[self.members] = np.repeat(np.arange(len(sizes)), sizes)
+        self.active = (sizes > 1)[self.row]
+        if sizes.max() <= 2:  # pairs: one gather instead of a reduction
+            first = self.starts[self.row]
+            self.partner = self.members[first] + self.members[first + sizes[self.row] - 1] - np.arange(n)
 
     def of(self, worker: int) -> tuple[int, ...]:
         """The worker and those it waits for."""
         if self.round.weights is None:
             return self.round.group_of(worker)
-        stop = self.starts[worker + 1] if worker + 1 < len(self.starts) else len(self.indices)
-        return tuple(int(w) for w in self.indices[self.starts[worker] : stop])
+        stop = self.starts[worker + 1] if worker + 1 < len(self.starts) else len(self.members)
+        return tuple(int(w) for w in self.members[self.starts[worker] : stop])
+
+
+class Latest:
+    """For every worker of several exchanges side by side, [exchanges x n], the largest of its own and peers' times."""
+
+    def __init__(self, peers: Sequence[Peers]) -> None:
+        n = len(peers[0].row)
+        shift = n * np.arange(len(peers))
+        self.partner: Ints | None = None
+        partners = [p.partner for p in peers if p.partner is not None]
+        if len(partners) == len(peers):
+            self.partner = np.concatenate([p + s for p, s in zip(partners, shift, strict=True)])
+            return
+        self.members = np.concatenate([p.members + s for p, s in zip(peers, shift, strict=True)])
+        lengths = np.cumsum([0] + [len(p.members) for p in peers])
+        rows = np.cumsum([0] + [len(p.starts) for p in peers])
+        self.starts = np.concatenate([p.starts + s for p, s in zip(peers, lengths, strict=False)])
+        self.row = np.concatenate([p.row + s for p, s in zip(peers, rows, strict=False)])
+
+    def __call__(self, times: Floats) -> Floats:
+        if self.partner is not None:
+            return np.maximum(times, times[self.partner])
+        return np.asarray(np.maximum.reduceat(times[self.members], self.starts)[self.row])
 
 
 @dataclass(frozen=True)

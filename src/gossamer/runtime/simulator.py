@@ -21,8 +21,9 @@ from typing import Literal
 import numpy as np
 
 from gossamer.errors import InputError
-from gossamer.runtime.costs import Costs, Exchange, Floats
+from gossamer.runtime.costs import Costs, Exchange, Floats, Latest
 from gossamer.runtime.recorder import Recorder
+from gossamer.runtime.sharing import share
 from gossamer.topology import Round
 from gossamer.topology.schedule import Schedule
 from gossamer.trace import Span
@@ -54,6 +55,7 @@ class Policy:
             raise InputError(f"atc waits for its exchange at once, so staleness must be 0, got {self.staleness}")
 
 
+MOST_KEPT = 1 << 24  # times of prepared exchanges, which bounds their memory
 PAPER = Policy(buckets=1, stagger=False, hierarchical=False)  # the paper's setting: one exchange a step
 
 
@@ -85,26 +87,39 @@ class Network:
         self.schedule, self.costs, self.policy = schedule, costs, policy
         self.backlog = np.zeros(costs.links)
         self._prepared: dict[int, tuple[Round, Exchange]] = {}
-        self._waves: dict[tuple[int, ...], Wave] = {}
+        self._waves: dict[int, list[Wave]] = {}
+        self._most = max(64, MOST_KEPT // (costs.layout.n * policy.buckets))
 
     def run(self, k: int, launch: Floats, recorder: Recorder | None = None) -> Floats:
         """When every worker has all buckets of the k-th exchange, launched at `launch`."""
+        n, bucket = len(launch), 0
         done = launch
-        lanes = [launch] * self.policy.in_flight
-        for first in range(0, self.policy.buckets, self.policy.in_flight):
-            buckets = range(first, min(first + self.policy.in_flight, self.policy.buckets))
-            made = [self._exchange(k, b) for b in buckets]
-            key = tuple(map(id, made))
-            wave = self._waves.get(key)
-            if wave is None:
-                wave = self._waves[key] = Wave(made)
-            ends = wave.run(lanes, self.backlog)
-            for b, exchange, started, end in zip(buckets, made, lanes, ends, strict=False):
-                if recorder is not None:
-                    recorder.exchange(k, b, exchange, started, end)
-                done = np.maximum(done, end)
-            lanes[: len(ends)] = ends
+        lanes = np.tile(launch, self.policy.in_flight)  # [in_flight x workers], side by side
+        for wave in self._step(k):
+            width = len(wave.exchanges)
+            starts = lanes[: width * n]
+            ends = wave.run(starts, self.backlog)
+            each = ends.reshape(width, n)
+            if recorder is not None:
+                for at, exchange in enumerate(wave.exchanges):
+                    recorder.exchange(k, bucket + at, exchange, starts[at * n : (at + 1) * n].copy(), each[at])
+            done = np.maximum(done, each.max(axis=0))
+            lanes[: width * n] = ends
+            bucket += width
         return done
+
+    def _step(self, k: int) -> list[Wave]:
+        """The k-th step's buckets, as many together as may be in flight."""
+        key = -1 if self.schedule.averages(k) else k % self.schedule.topology.period
+        found = self._waves.get(key)
+        if found is None:
+            if len(self._waves) >= self._most:  # a long period of many workers is not kept whole
+                self._waves.clear()
+                self._prepared.clear()
+            made = [self._exchange(k, b) for b in range(self.policy.buckets)]
+            width = self.policy.in_flight
+            found = self._waves[key] = [Wave(made[b : b + width]) for b in range(0, len(made), width)]
+        return found
 
     def _exchange(self, k: int, bucket: int) -> Exchange:
         round = self.schedule.round(k, bucket)
@@ -115,94 +130,46 @@ class Network:
 
 
 class Wave:
-    """Exchanges of several buckets in flight together. Holds where each one's jobs sit in the interfaces' table."""
+    """Exchanges of several buckets in flight together, side by side: arrays of [exchanges x workers].
+
+    Holds where each exchange's jobs sit in the table of the interfaces they use, [interfaces x jobs].
+    """
 
     def __init__(self, exchanges: list[Exchange]) -> None:
         self.exchanges = exchanges
+        n = len(exchanges[0].local)
+        self.latest = Latest([e.peers for e in exchanges])
+        self.active = np.concatenate([e.peers.active for e in exchanges])
         # a worker's path inside its node is shared by the buckets that use it
         crowd = np.sum([e.local > 0 for e in exchanges], axis=0)
-        self.local = [e.local * crowd / 2 for e in exchanges]
-        self.after = [e.latency + local for e, local in zip(exchanges, self.local, strict=True)]
-        link = np.concatenate([e.jobs.link for e in exchanges])
-        self.worker = [e.jobs.worker for e in exchanges]
-        self.cuts = np.cumsum([len(e.jobs.link) for e in exchanges])[:-1]
-        self.rows, row = np.unique(link, return_inverse=True)
-        self.row = row
+        self.local = np.concatenate([e.local * crowd / 2 for e in exchanges])
+        self.after = np.concatenate([e.latency for e in exchanges]) + self.local
+        self.worker = np.concatenate([e.jobs.worker + n * at for at, e in enumerate(exchanges)])
+        self.least = np.concatenate([e.jobs.least for e in exchanges])
+        self.rows, row = np.unique(np.concatenate([e.jobs.link for e in exchanges]), return_inverse=True)
         order = np.argsort(row, kind="stable")
         counts = np.bincount(row, minlength=len(self.rows))
-        self.column = np.empty(len(row), dtype=np.int64)
-        self.column[order] = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        self.work = np.zeros((len(self.rows), int(counts.max(initial=0))))
-        self.work[self.row, self.column] = np.concatenate([e.jobs.work for e in exchanges])
+        width = int(counts.max(initial=0))
+        self.slot = np.empty(len(row), dtype=np.int64)  # a job's place in the table
+        self.slot[order] = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.slot += row * width
+        self.table = np.full((len(self.rows), width), np.inf)
+        self.work = np.zeros((len(self.rows), width))
+        self.work.ravel()[self.slot] = np.concatenate([e.jobs.work for e in exchanges])
         self.total = self.work.sum(axis=1)
-        self.least = np.concatenate([e.jobs.least for e in exchanges])
 
-    def run(self, starts: list[Floats], backlog: Floats) -> list[Floats]:
+    def run(self, starts: Floats, backlog: Floats) -> Floats:
         """When each exchange ends on every worker; `backlog` (busy until, by link) is brought up to date."""
-        ready = []
-        for e, start, local in zip(self.exchanges, starts, self.local, strict=False):
-            ready.append(e.peers.latest(start) + local)
-        if len(self.row):
-            arrival = np.concatenate([r[w] for r, w in zip(ready, self.worker, strict=True)])
-            table = np.full(self.work.shape, np.inf)
-            table[self.row, self.column] = arrival
+        ready = self.latest(starts) + self.local
+        if len(self.slot):
+            arrival = ready[self.worker]
+            self.table.ravel()[self.slot] = arrival
             busy = backlog[self.rows]
-            ends = share(np.maximum(table, busy[:, None]), self.work)[self.row, self.column]
-            backlog[self.rows] = np.maximum(busy, table.min(axis=1)) + self.total
-            ends = np.maximum(ends, arrival + self.least)
-            for r, w, end in zip(ready, self.worker, np.split(ends, self.cuts), strict=True):
-                r[w] = np.maximum(r[w], end)
-            ready = [e.peers.latest(r) for e, r in zip(self.exchanges, ready, strict=True)]
-        return [
-            np.where(e.peers.active, r + after, start)
-            for e, r, start, after in zip(self.exchanges, ready, starts, self.after, strict=False)
-        ]
-
-
-def share(arrival: Floats, work: Floats) -> Floats:
-    """Processor sharing, one server a row: when each job ends if a server divides itself equally among those present.
-
-    Rows are padded with jobs of no work that never arrive.
-    """
-    if arrival.shape[1] == 1:
-        return arrival + work
-    if arrival.shape[1] == 2:
-        return _share_two(arrival, work)
-    end = arrival.copy()
-    left = work.copy()
-    now = arrival.min(axis=1)
-    for _ in range(2 * arrival.shape[1]):
-        waits = arrival > now[:, None]
-        present = ~waits & (left > 0)
-        count = present.sum(axis=1)
-        if not count.any() and not (waits & (left > 0)).any():
-            break
-        following = np.where(waits, arrival, np.inf).min(axis=1)
-        shortest = np.where(present, left, np.inf).min(axis=1)
-        complete = np.where(count > 0, now + np.where(count > 0, shortest, 0.0) * count, np.inf)
-        then = np.minimum(following, complete)
-        then = np.where(np.isfinite(then), then, now)
-        served = ((then - now) / np.maximum(count, 1))[:, None]
-        ends_now = (
-            present & ((complete <= following) & (count > 0))[:, None] & (left <= shortest[:, None] * (1 + 1e-12))
-        )
-        left = np.where(present, left - served, left)
-        left[ends_now] = 0.0
-        end = np.where(ends_now, then[:, None], end)
-        now = then
-    return end
-
-
-def _share_two(arrival: Floats, work: Floats) -> Floats:
-    """`share` for two jobs a server: alone until the second arrives, half the speed while both are there."""
-    swap = arrival[:, 1] < arrival[:, 0]
-    first, second = arrival.min(axis=1), arrival.max(axis=1)
-    own, other = np.where(swap, work[:, 1], work[:, 0]), np.where(swap, work[:, 0], work[:, 1])
-    left = np.maximum(own - (second - first), 0.0)
-    both = np.minimum(left, other)
-    end_first = np.where(left > 0, second + left + both, first + own)
-    end_second = second + other + both
-    return np.stack([np.where(swap, end_second, end_first), np.where(swap, end_first, end_second)], axis=1)
+            ends = share(np.maximum(self.table, busy[:, None]), self.work).ravel()[self.slot]
+            backlog[self.rows] = np.maximum(busy, self.table.min(axis=1)) + self.total
+            ready[self.worker] = np.maximum(ends, arrival + self.least)
+            ready = self.latest(ready)
+        return np.where(self.active, ready + self.after, starts)
 
 
 def simulate(
