@@ -10,9 +10,10 @@ from typing import Any, Literal
 from gossamer.errors import GossamerWarning, InputError
 from gossamer.lab.bandwidth import measure
 from gossamer.lab.cpu import RunStats
+from gossamer.lab.faults import Directory, Workforce
 from gossamer.lab.launch import Node, WorkerPool, check_per_node
-from gossamer.lab.namespaces import DEVICE, LabUnavailable, Namespaces, clean_up, why_unavailable
-from gossamer.lab.shaping import Links, address, format_rate
+from gossamer.lab.namespaces import BRIDGE, DEVICE, LabUnavailable, Namespaces, clean_up, why_unavailable
+from gossamer.lab.shaping import HUB_ADDRESS, Links, address, format_rate, parse_rate
 
 Network = Literal["namespaces", "paced", "loopback"]
 PACE = "GOSSAMER_PACE"  # how a paced cluster tells its workers' transport the rates
@@ -113,15 +114,11 @@ class Cluster:
         self, *, timeout: float = 60.0, grace: float = 2.0, setup: Callable[[int], Any] | None = None
     ) -> WorkerPool:
         """Persistent workers on this cluster; they end with it at the latest."""
-        if not self._entered:
-            raise InputError("this cluster is not up; use it inside `with Cluster(...) as cluster:`")
-        env = dict(self.env)
-        if self.pacing is not None:
-            env[PACE] = json.dumps(self.pacing)
+        self._need_up()
         pool = WorkerPool(
             per_node=self.per_node,
             nodes=self._nodes(),
-            env=env,
+            env=self._worker_env(),
             setup=setup,
             timeout=timeout,
             grace=grace,
@@ -138,6 +135,38 @@ class Cluster:
         self._pools.remove(pool)
         return results
 
+    def workforce(self, *, env: Mapping[str, str] | None = None) -> Workforce:
+        """Workers on this cluster that live and die on their own; close it before the cluster."""
+        self._need_up()
+        nodes = self._nodes()
+        return Workforce(per_node=self.per_node, nodes=nodes, env={**self._worker_env(), **(env or {})})
+
+    def directory(self) -> Directory:
+        """A directory for workers that survive each other, in a process of its own that all nodes reach."""
+        self._need_up()
+        if self._namespaces is None:
+            return Directory(Node())
+        return Directory(Node(HUB_ADDRESS, BRIDGE, self._namespaces.hub))
+
+    def cut(self, node: int, *, silently: bool = False) -> None:
+        """Cut a node off: its link is down, or (silently) its packets get lost. Traffic inside the node goes on."""
+        self._faulty(node).cut(node, silently=silently)
+
+    def mend(self, node: int) -> None:
+        """Join a node that was cut off to the others again."""
+        self._faulty(node).mend(node)
+
+    def slow(self, node: int, rate: str | float | None) -> None:
+        """Give a node's link another rate in both directions; None restores its own."""
+        self._faulty(node).slow(node, parse_rate(rate))
+
+    def _faulty(self, node: int) -> Namespaces:
+        if self._namespaces is None:
+            raise LabUnavailable(f"links cannot be cut or slowed on network={self.network!r}; use namespaces")
+        if not 0 <= node < self.nodes:
+            raise InputError(f"nodes are 0 to {self.nodes - 1}, got {node}; name one of them")
+        return self._namespaces
+
     def traffic(self) -> list[dict[str, int]] | None:
         """Bytes sent and received and packets dropped per node since the start, as the kernel counted them."""
         return self._namespaces.traffic() if self._namespaces is not None else None
@@ -153,6 +182,13 @@ class Cluster:
             "measured_bits_per_second": {f"{a}-{b}": round(rate) for (a, b), rate in self.measured.items()},
             "dropped_packets": self.dropped,
         }
+
+    def _need_up(self) -> None:
+        if not self._entered:
+            raise InputError("this cluster is not up; use it inside `with Cluster(...) as cluster:`")
+
+    def _worker_env(self) -> dict[str, str]:
+        return self.env if self.pacing is None else {**self.env, PACE: json.dumps(self.pacing)}
 
     def _nodes(self) -> list[Node]:
         if self._namespaces is None:

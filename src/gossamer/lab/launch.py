@@ -20,20 +20,17 @@ import pickle
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
 from gossamer.errors import GossamerError, InputError
 from gossamer.lab.cpu import CpuMeter, RunStats
-from gossamer.lab.forkserver import MAX_WORKERS, GangSpec, WorkerSpec
-from gossamer.lab.server import WORKER_ENV, fork_server
+from gossamer.lab.forkserver import MAX_WORKERS, WorkerSpec
+from gossamer.lab.server import START_SECONDS, start_gang
 
-START_SECONDS = 120.0  # importing torch on a loaded machine takes its time
 TAIL = 4000  # characters of a worker's output shown with a failure
 
 
@@ -118,7 +115,7 @@ class WorkerPool:
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         """`fn(rank, *args, **kwargs)` on every worker; the results by rank, or WorkerFailed / WorkerTimeout."""
         limit = self.timeout if timeout is None else check_timeout(timeout)
-        call = _pickle_call(fn, args, kwargs)
+        call = pickle_call(fn, args, kwargs)
         try:
             if self._gang is None:
                 self._set_up(fn, limit)
@@ -154,67 +151,25 @@ class WorkerPool:
     def _set_up(self, fn: Callable[..., Any], limit: float) -> None:
         try:
             self._start(fn)
-            self._call(_pickle_call(_ready, (), {}), _ready, START_SECONDS)
+            self._call(pickle_call(_ready, (), {}), _ready, START_SECONDS)
             if self.setup is not None:
-                self._call(_pickle_call(self.setup, (), {}), self.setup, limit)
+                self._call(pickle_call(self.setup, (), {}), self.setup, limit)
         except WorkerFailed:
             self.kill()  # workers that are not set up must not run anything
             raise
 
     def _start(self, fn: Callable[..., Any]) -> None:
-        main = None
-        if "__main__" in {getattr(fn, "__module__", None), getattr(self.setup, "__module__", None)}:
-            data = spawn.get_preparation_data("gossamer-worker")
-            main = {k: v for k, v in data.items() if k.startswith("init_main")}
-        spec = GangSpec(
-            workers=tuple(self._specs()),
-            sys_path=tuple(p or os.getcwd() for p in sys.path),
-            cwd=os.getcwd(),
-            environ={**os.environ, **WORKER_ENV},
-            main=main,
-        )
-        mine, theirs = socket.socketpair()
-        pairs = [socket.socketpair() for _ in range(self.n)]
-        # Unlinked files: nothing to clean up, and a worker never blocks on a full pipe.
-        self._outputs = [tempfile.TemporaryFile(mode="a+b", buffering=0) for _ in range(self.n)]  # noqa: SIM115
-        self._shown, self._exits = [0] * self.n, {}
-        self._gang = Connection(mine.detach())
-        self._channels = [Connection(ours.detach()) for ours, _ in pairs]
-        fds = [theirs.fileno(), *(child.fileno() for _, child in pairs), *(f.fileno() for f in self._outputs)]
         try:
-            fork_server().request(spec, fds)
-        finally:
-            theirs.close()
-            for _, child in pairs:
-                child.close()
-        try:
-            if not self._gang.poll(START_SECONDS):
-                raise EOFError
-            _, self.pids = self._gang.recv()
-        except (EOFError, OSError):
-            self.kill()
+            gang = start_gang(
+                worker_specs(self.per_node, self.nodes, self.env),
+                [getattr(each, "__module__", None) for each in (fn, self.setup)],
+            )
+        except EOFError:
             raise WorkerFailed(
                 f"the lab's fork server died or did not answer within {START_SECONDS:g} s; see its output above"
             ) from None
-
-    def _specs(self) -> list[WorkerSpec]:
-        specs: list[WorkerSpec] = []
-        for index, (count, node) in enumerate(zip(self.per_node, self.nodes, strict=True)):
-            for local in range(count):
-                env = {
-                    "RANK": len(specs),
-                    "WORLD_SIZE": self.n,
-                    "LOCAL_RANK": local,
-                    "LOCAL_WORLD_SIZE": count,
-                    "GROUP_RANK": index,
-                    "GROUP_WORLD_SIZE": len(self.per_node),
-                    "MASTER_ADDR": self.nodes[0].address,
-                    "GLOO_SOCKET_IFNAME": node.interface,
-                    "TP_SOCKET_IFNAME": node.interface,
-                }
-                text = {k: str(v) for k, v in env.items()}
-                specs.append(WorkerSpec(len(specs), {**text, **self.env}, node.netns))
-        return specs
+        self._gang, self._channels, self._outputs, self.pids = gang.server, gang.channels, gang.outputs, gang.pids
+        self._shown, self._exits = [0] * self.n, {}
 
     def _call(self, call: bytes, fn: Callable[..., Any], limit: float) -> list[Any]:
         name = getattr(fn, "__name__", str(fn))
@@ -287,7 +242,7 @@ class WorkerPool:
         for rank, code in self._exits.items():
             if rank in dead:
                 # Who is killed tells nobody; the others' connection errors may be here before we notice.
-                found.append(_Failure(now - 1.0 if code < 0 else now, rank, _describe_exit(code)))
+                found.append(_Failure(now - 1.0 if code < 0 else now, rank, describe_exit(code)))
         return found or [_Failure(now, rank, "it is gone, and the fork server with it") for rank in sorted(dead)]
 
     def _await_exits(self, seconds: float, ranks: set[int] | None = None) -> None:
@@ -348,6 +303,27 @@ def run_workers(
         return pool.run(fn, *args, **kwargs)
 
 
+def worker_specs(per_node: Sequence[int], nodes: Sequence[Node], env: Mapping[str, str]) -> list[WorkerSpec]:
+    """What each worker is told, by rank: torchrun's variables, its node's interface and namespace, and `env`."""
+    specs: list[WorkerSpec] = []
+    for index, (count, node) in enumerate(zip(per_node, nodes, strict=True)):
+        for local in range(count):
+            own = {
+                "RANK": len(specs),
+                "WORLD_SIZE": sum(per_node),
+                "LOCAL_RANK": local,
+                "LOCAL_WORLD_SIZE": count,
+                "GROUP_RANK": index,
+                "GROUP_WORLD_SIZE": len(per_node),
+                "MASTER_ADDR": nodes[0].address,
+                "GLOO_SOCKET_IFNAME": node.interface,
+                "TP_SOCKET_IFNAME": node.interface,
+            }
+            text = {k: str(v) for k, v in own.items()}
+            specs.append(WorkerSpec(len(specs), {**text, **env}, node.netns))
+    return specs
+
+
 def _ready(rank: int) -> None:
     """A worker that can return from this is up: time limits count from here."""
 
@@ -371,7 +347,7 @@ def check_timeout(seconds: float) -> float:
     return seconds
 
 
-def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     try:
         return pickle.dumps((fn, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -385,7 +361,7 @@ def _indent(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.rstrip().split("\n"))
 
 
-def _describe_exit(code: int) -> str:
+def describe_exit(code: int) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exited with code {code} before it returned"

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.errors import GossamerError
-from gossamer.lab.shaping import Links, address, shape
+from gossamer.lab.shaping import HUB_ADDRESS, Links, address, reshape, shape
 
 PREFIX = "gsm-"
 DEVICE = "lab0"  # the interface of a node, the same name in each namespace
+BRIDGE = "br0"  # what joins them, in a namespace of its own with an address of its own
+DISABLED, FORWARDING = 0, 3  # states of a bridge's port: a disabled one drops what arrives, and nobody is told
 NETNS = Path("/var/run/netns")
 _serial = itertools.count()
 
@@ -85,13 +87,19 @@ class Namespaces:
 
     def make(self) -> None:
         _batch("ip", None, [f"netns add {name}" for name in (self.hub, *self.names)])
-        hub = ["link add br0 type bridge", "link set br0 addrgenmode none", "link set br0 up"]
+        hub = [
+            f"link add {BRIDGE} type bridge",
+            f"link set {BRIDGE} addrgenmode none",
+            f"addr add {HUB_ADDRESS}/24 dev {BRIDGE}",
+            f"link set {BRIDGE} up",
+            "link set lo up",
+        ]
         ports: list[str] = []
         for node, name in enumerate(self.names):
             hub += [
                 f"link add port{node} type veth peer name {DEVICE} netns {name}",
                 f"link set port{node} addrgenmode none",
-                f"link set port{node} master br0 up",
+                f"link set port{node} master {BRIDGE} up",
             ]
             ports += shape(f"port{node}", self.links.default, self.links.of(node), "src")
         _batch("ip", self.hub, hub)
@@ -105,6 +113,24 @@ class Namespaces:
             ]
             _batch("ip", name, inside)
             _batch("tc", name, shape(DEVICE, self.links.default, self.links.of(node), "dst"))
+
+    def cut(self, node: int, *, silently: bool) -> None:
+        """Let nothing through between a node and the others: the link down, or all packets lost without a sign."""
+        if silently:
+            _batch("bridge", self.hub, [f"link set dev port{node} state {DISABLED}"])
+        else:
+            _batch("ip", self.hub, [f"link set dev port{node} down"])
+
+    def mend(self, node: int) -> None:
+        """Undo `cut`, of either kind."""
+        _batch("ip", self.hub, [f"link set dev port{node} up"])
+        _batch("bridge", self.hub, [f"link set dev port{node} state {FORWARDING}"])
+
+    def slow(self, node: int, rate: float | None) -> None:
+        """Give a node's link another rate for both directions; None restores what it was made with."""
+        for inside, device, side in ((self.hub, f"port{node}", "src"), (self.names[node], DEVICE, "dst")):
+            plain = shape(device, self.links.default, self.links.of(node), side)
+            _batch("tc", inside, reshape(device, rate, plain))
 
     def remove(self) -> None:
         """Remove all of it, even if Ctrl-C comes in between."""

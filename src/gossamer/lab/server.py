@@ -8,9 +8,17 @@ import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing import spawn
+from multiprocessing.connection import Connection
+from typing import IO, Any
 
-from gossamer.lab.forkserver import GangSpec
+from gossamer.lab.forkserver import GangSpec, WorkerSpec
+
+START_SECONDS = 120.0  # importing torch on a loaded machine takes its time
 
 # Many workers share few cores. And a store looks up the name of everybody who connects: a name server that does not
 # answer must not hold up a run.
@@ -77,3 +85,55 @@ def fork_server() -> Server:
 def warm_up() -> None:
     """Start importing torch in the background; the first gang of workers then starts sooner."""
     fork_server()
+
+
+@dataclass
+class Gang:
+    """The launcher's ends of workers that were forked together; when `server` closes, they are killed."""
+
+    server: Connection
+    channels: list[Connection]  # one a worker: calls and their answers
+    outputs: list[IO[bytes]]
+    pids: list[int] = field(default_factory=list)
+
+    def close(self) -> None:
+        for end in (self.server, *self.channels, *self.outputs):
+            end.close()
+
+
+def start_gang(workers: Sequence[WorkerSpec], modules: Sequence[str | None]) -> Gang:
+    """Fork workers that wait for calls of functions of `modules`; EOFError when the server does not answer."""
+    main: dict[str, Any] | None = None
+    if "__main__" in modules:
+        data = spawn.get_preparation_data("gossamer-worker")
+        main = {k: v for k, v in data.items() if k.startswith("init_main")}
+    spec = GangSpec(
+        workers=tuple(workers),
+        sys_path=tuple(p or os.getcwd() for p in sys.path),
+        cwd=os.getcwd(),
+        environ={**os.environ, **WORKER_ENV},
+        main=main,
+    )
+    mine, theirs = socket.socketpair()
+    pairs = [socket.socketpair() for _ in workers]
+    # Unlinked files: nothing to clean up, and a worker never blocks on a full pipe.
+    outputs = [tempfile.TemporaryFile(mode="a+b", buffering=0) for _ in workers]  # noqa: SIM115
+    gang = Gang(Connection(mine.detach()), [Connection(ours.detach()) for ours, _ in pairs], list(outputs))
+    fds = [theirs.fileno(), *(child.fileno() for _, child in pairs), *(f.fileno() for f in outputs)]
+    try:
+        fork_server().request(spec, fds)
+    finally:
+        theirs.close()
+        for _, child in pairs:
+            child.close()
+    try:
+        if not gang.server.poll(START_SECONDS):
+            raise EOFError
+        _, gang.pids = gang.server.recv()
+    except OSError as error:
+        gang.close()
+        raise EOFError from error
+    except BaseException:  # Ctrl-C as well
+        gang.close()
+        raise
+    return gang

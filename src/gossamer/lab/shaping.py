@@ -19,6 +19,7 @@ BURST_SECONDS = 0.005  # what may pass at once after a pause; below that the ker
 MIN_BURST = 16 << 10
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 RATE = re.compile(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(bit)?(?:/s)?", re.IGNORECASE)
+HUB_ADDRESS = "10.77.0.254"  # the bridge's: what is neither node nor worker listens there
 FREE = 1e12  # stands for "no limit" where a class needs a number
 
 
@@ -101,6 +102,13 @@ def shape(device: str, link: float | None, peers: Mapping[int, float | None], si
             f"match ip {side} {address(peer)}/32 flowid 1:{peer + 16:x}",
         ]
     return lines
+
+
+def reshape(device: str, rate: float | None, plain: list[str]) -> list[str]:
+    """`tc` batch lines that give a device that was made with the lines `plain` one rate, or (None) those again."""
+    if rate is not None:
+        return [f"qdisc replace dev {device} root {_tbf(rate)}"]
+    return [f"qdisc del dev {device} root", *plain]
 
 
 def address(node: int) -> str:
