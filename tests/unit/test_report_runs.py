@@ -8,7 +8,8 @@ import pytest
 
 from gossamer import InputError
 from gossamer.report.page import write_csv, write_html, write_markdown
-from gossamer.report.runs import baseline, grouped, load_runs, reached, summary, verdict
+from gossamer.report.runs import baseline, grouped, load_runs, reached, summary
+from gossamer.report.verdict import judged, verdict
 
 STEPS = 10
 
@@ -77,8 +78,9 @@ def test_summary(compared):
 
 def test_the_verdict_prefers_speed_among_the_good_ones(compared):
     said = verdict(grouped(load_runs(compared)))
-    assert said.startswith("accumadam:aer is 2.00 times as fast as ddp (simulated on a40, 2 nodes x 2 workers), and as")
-    assert "accuracy 0.895 ± 0.014 against 0.9 ± 0.014" in said
+    assert said.startswith("accumadam:aer is 2.00 times as fast as ddp (simulated on a40, 2 nodes x 2 workers), and af")
+    assert "its accuracy is within noise (0.895 ± 0.014 against 0.9 ± 0.014)" in said
+    assert "its validation loss is better (0.9 ± 0.014 against 1 ± 0.014) over 2 seeds" in said
     assert "it had ddp's final loss after 48% of ddp's time" in said
     assert said.count(".\n") == 0
 
@@ -89,8 +91,25 @@ def test_the_verdict_on_a_worse_one_and_on_one_alone(tmp_path):
     fake_run(tmp_path / "b", "dadam:ring", 0, loss=1.5, accuracy=0.5, step_seconds=0.4)
     said = verdict(grouped(load_runs(tmp_path)))
     assert "dadam:ring is slower than (0.50 times the speed of) ddp" in said
-    assert "not as good" in said
+    assert "its accuracy is worse (0.5 against 0.9), its validation loss is worse (1.5 against 1) with one seed" in said
     assert "final loss after" not in said
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation", "seeds", "sign", "word"),
+    [
+        (0.95, 0.01, 3, 1, "better"),
+        (0.93, 0.04, 3, 1, "within noise"),
+        (0.875, 0.01, 3, 1, "within noise"),  # the baseline's deviation is the larger one
+        (0.85, 0.01, 3, 1, "worse"),
+        (0.85, 0.01, 3, -1, "better"),
+        (0.9001, 0.0, 1, 1, "better"),
+        (0.9, 0.0, 1, 1, "equal"),
+    ],
+)
+def test_quality_is_judged_against_the_noise_of_seeds(mean, deviation, seeds, sign, word):
+    base = {"x_mean": 0.9, "x_std": 0.03, "seeds": 3}
+    assert judged({"x_mean": mean, "x_std": deviation, "seeds": seeds}, base, "x", sign) == word
 
 
 def test_measured_runs_average_over_workers_and_differ_by_configuration(tmp_path):

@@ -107,7 +107,8 @@ def _finish(
     from gossamer.cli.predicted import predict_measured
     from gossamer.cli.report import print_table
     from gossamer.report.record import command_line
-    from gossamer.report.runs import grouped, load_runs, summary, verdict
+    from gossamer.report.runs import grouped, load_runs, summary
+    from gossamer.report.verdict import verdict
 
     groups = grouped([r for r in load_runs(folder) if str(r.folder) not in failed])
     predict_measured(groups)

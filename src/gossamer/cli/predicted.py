@@ -68,7 +68,7 @@ def simulated(method: Method, config: RunConfig, cluster: Cluster) -> tuple[dict
 
 def predict_measured(groups: list[Group]) -> None:
     """Beside each measured step time on shaped links the one that the runtime model predicts for them, with the compute
-    time that the gossiping workers had: their step without waiting."""
+    time that the workers had: the shortest step without waiting."""
     from gossamer.lab import parse_rate
     from gossamer.runtime.cluster import Cluster, Compute, Ddp, Link, Links, Model
     from gossamer.runtime.predict import predict

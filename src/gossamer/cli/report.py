@@ -28,7 +28,8 @@ def report(
 ) -> None:
     """Compare the runs in a folder: verdict, table, curves against steps and time, timelines."""
     from gossamer.report.page import write_csv, write_html, write_markdown
-    from gossamer.report.runs import grouped, load_runs, summary, verdict
+    from gossamer.report.runs import grouped, load_runs, summary
+    from gossamer.report.verdict import verdict
 
     groups = grouped(load_runs(folder))
     rows, sentence = summary(groups), verdict(groups)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.errors import GossamerError, InputError
-from gossamer.report.runs import Group, Run, grouped, load_runs, mean_std, summary, verdict
+from gossamer.report.runs import Group, Run, grouped, load_runs, mean_std, summary
+from gossamer.report.verdict import verdict
 from gossamer.trace import Trace, merge, read_chrome
 
 COLORS = ("#444444", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#bcbd22")
@@ -93,8 +94,8 @@ def _columns(groups: Sequence[Group]) -> list[Column]:
         columns.append((f"{metric}, worker 0 alone", lambda r: f"{r['local_metric_mean']:.4g}"))
     columns += [
         ("validation loss", spread("loss")),
-        ("ms a step", lambda r: f"{r['step_seconds'] * 1e3:.1f}"),
-        ("predicted", known("predicted_step_seconds", lambda v: f"{v * 1e3:.1f}")),
+        ("ms a step", _milliseconds),
+        ("predicted ms", known("predicted_step_seconds", lambda v: f"{v * 1e3:.1f}")),
         ("time", known("relative_time", lambda v: f"{v:.0%}")),
         ("to the baseline's loss", known("seconds_to_baseline_loss", lambda v: f"{v:.3g} s")),
         ("MB sent a step", lambda r: f"{r['bytes_a_step'] / 1e6:.3g}"),
@@ -102,6 +103,12 @@ def _columns(groups: Sequence[Group]) -> list[Column]:
         ("consensus distance", lambda r: f"{r['consensus_distance']:.2g}"),
     ]
     return [c for c in columns if any(c[1](r) != "–" for r in rows)]
+
+
+def _milliseconds(row: dict[str, Any]) -> str:
+    """A measured step time has a deviation over seeds; a simulated one is the same for all."""
+    spread = f" ± {row['step_seconds_std'] * 1e3:.1g}" if row["seeds"] > 1 and row["clock"] == "measured" else ""
+    return f"{row['step_seconds'] * 1e3:.1f}{spread}"
 
 
 def _note(groups: Sequence[Group]) -> str:

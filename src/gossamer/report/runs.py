@@ -7,10 +7,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from gossamer.errors import InputError
+from gossamer.trace import read
 
 WARM = 0.1  # share of the steps that a measured step time leaves out: connections are made, caches fill
 IGNORED = ("method", "seed", "lr", "options", "eval_every", "checkpoint_every", "batched", "trace", "threads")
@@ -54,13 +56,17 @@ class Run:
         kept = times[math.ceil(WARM * len(times)) :] or times
         return statistics.median(kept) if kept else float(self.steps[0]["seconds"])
 
-    @property
+    @cached_property
     def waiting(self) -> float | None:
         """The share of the time that worker 0 stood still; None where it cannot be told."""
         if self.clock["kind"] == "simulated":
             return float(self.clock["waiting"])
         last = self.steps[-1]
-        return None if last["waited"] is None or not last["seconds"] else last["waited"] / last["seconds"]
+        if last["waited"] is not None and last["seconds"]:
+            return float(last["waited"] / last["seconds"])
+        timeline = self.folder / "trace" / "trace-00000.jsonl"  # DDP's waiting is known if it was recorded
+        spans = [s for s in read(timeline)[1] if s.category != "exchange"] if timeline.exists() else []
+        return sum(s.seconds for s in spans if s.category == "wait") / sum(s.seconds for s in spans) if spans else None
 
     def final(self, name: str, of: str = "averaged") -> float:
         return float(self.evaluations[-1][of][name])
@@ -191,6 +197,7 @@ def summary(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 "loss_mean": loss[0],
                 "loss_std": loss[1],
                 "step_seconds": g.step_time,
+                "step_seconds_std": mean_std([r.step_time for r in g.runs])[1],
                 "seconds": seconds,
                 "relative_time": seconds / base_seconds if base_seconds else None,
                 "seconds_to_baseline_loss": to_target,
@@ -202,62 +209,3 @@ def summary(groups: Sequence[Group]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def verdict(groups: Sequence[Group]) -> str:
-    """How much faster, and how good, in a sentence: the fastest of the methods that are as good as the baseline, or
-    the best of the others."""
-    rows = {r["method"]: r for r in summary(groups)}
-    base = rows[baseline(groups).label]
-    others = [r for r in rows.values() if r is not base]
-    first = groups[0].runs[0]
-    if not others:
-        value = _plus_minus(base["metric_mean"], base["metric_std"], base["seeds"])
-        return (
-            f"{base['method']} reached {base['metric']} {value} after {base['steps']} steps, "
-            f"{_duration(base['step_seconds'])} each ({_clock(first)})."
-        )
-    sign = 1 if first.content["higher_is_better"] else -1
-    good = [r for r in others if _as_good(r, base, sign)]
-    if good:
-        chosen = min(good, key=lambda r: r["step_seconds"])
-    else:
-        chosen = max(others, key=lambda r: sign * r["metric_mean"])
-    ratio = base["seconds"] / chosen["seconds"]
-    speed = f"{ratio:.2f} times as fast as" if ratio >= 1 else f"slower than ({ratio:.2f} times the speed of)"
-    quality = f"{chosen['metric']} {_plus_minus(chosen['metric_mean'], chosen['metric_std'], chosen['seeds'])} against "
-    quality += _plus_minus(base["metric_mean"], base["metric_std"], base["seeds"])
-    judged = ("as good or better" if good else "not as good") + ("" if chosen["seeds"] > 1 else " (one seed)")
-    text = f"{chosen['method']} is {speed} {base['method']} ({_clock(first)}), and {judged} after the same "
-    text += f"{base['steps']} steps: {quality}"
-    if first.metric != "loss":
-        text += f", validation loss {chosen['loss_mean']:.4g} against {base['loss_mean']:.4g}"
-    if chosen["seconds_to_baseline_loss"] is not None and base["seconds"]:
-        text += (
-            f"; it had {base['method']}'s final loss after {chosen['seconds_to_baseline_loss'] / base['seconds']:.0%} "
-        )
-        text += f"of {base['method']}'s time"
-    return text + "."
-
-
-def _as_good(row: dict[str, Any], base: dict[str, Any], sign: int) -> bool:
-    """Within one standard deviation of the baseline, or better."""
-    return bool(sign * (row["metric_mean"] - base["metric_mean"]) >= -max(base["metric_std"], row["metric_std"]))
-
-
-def _clock(run: Run) -> str:
-    clock = run.clock
-    if clock["kind"] == "simulated":
-        return f"simulated on {clock['cluster'] or 'the described cluster'}, {clock['layout']}"
-    if clock.get("link"):
-        how = "shaped" if clock.get("network") == "namespaces" else "paced"
-        return f"measured, links {how} to {clock['link']}"
-    return "measured"
-
-
-def _plus_minus(mean: float, std: float, seeds: int) -> str:
-    return f"{mean:.4g} ± {std:.2g}" if seeds > 1 else f"{mean:.4g}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"

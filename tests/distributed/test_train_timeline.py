@@ -1,0 +1,61 @@
+"""A recipe's DDP run on real workers: its timeline, its waiting in reports, and the groups that leaving keeps."""
+
+import pytest
+
+from gossamer.cli.run_options import build_config
+from gossamer.cli.training import make_task_for, start, work
+from gossamer.comm import world
+from gossamer.report.runs import load_run
+from gossamer.trace import merge
+
+STEPS = 3
+
+
+def kept(rank):
+    return len(world._left)
+
+
+@pytest.fixture(scope="module")
+def traced(pools, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "ddp"
+    flags = {
+        "method": "ddp",
+        "steps": STEPS,
+        "batch": 4,
+        "width": 4,
+        "evaluate_on": 16,
+        "trace": True,
+        "ddp_bucket_mb": 0.002,
+    }
+    config = build_config("vision", None, flags, [], per_node=(1, 1), virtual=False)
+    start(config, folder, make_task_for(config), None, None)
+    before = pools(1, 1).run(kept)
+    pools(1, 1).run(work, str(folder), False)
+    assert [after - b for after, b in zip(pools(1, 1).run(kept), before, strict=True)] == [1, 1]
+    return folder
+
+
+def test_every_step_has_its_spans(traced):
+    spans = merge(traced / "trace").spans
+    parameters = load_run(traced).content["parameters"]
+    for worker in range(2):
+        for step in range(STEPS):
+            mine = [s for s in spans if s.worker == worker and s.attrs["step"] == step]
+            assert [c for s in mine if (c := s.category) != "exchange"] == ["forward", "backward", "wait", "step"]
+            exchanges = [s for s in mine if s.category == "exchange"]
+            assert sum(s.attrs["bytes"] for s in exchanges) == 4 * parameters
+            _, backward, wait, update = (s for s in mine if s.category != "exchange")
+            assert backward.end == wait.start == max(s.start for s in exchanges)
+            assert wait.end == max(s.end for s in exchanges) <= update.start
+        last = [s for s in spans if s.worker == worker and s.attrs["step"] == STEPS - 1 and s.category == "exchange"]
+        assert len(last) > 1  # buckets, which overlap the backward pass
+
+
+def test_the_report_knows_how_long_ddp_waited(traced):
+    run = load_run(traced)
+    assert run.steps[-1]["waited"] is None
+    spans = [s for s in merge(traced / "trace").spans if s.worker == 0 and s.category != "exchange"]
+    assert run.waiting == pytest.approx(
+        sum(s.seconds for s in spans if s.category == "wait") / sum(s.seconds for s in spans)
+    )
+    assert 0 < run.waiting < 1
