@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from gossamer.errors import GossamerError, GossamerWarning, InputError
 
 if TYPE_CHECKING:
+    from gossamer.checkpoint import Checkpoints
     from gossamer.engine import ConsensusGuard, Gossip, PeerError, VirtualCluster, decentralize, node_group, probe
     from gossamer.optim import AccumAdam, AccumAdamW
     from gossamer.topology import Layout, Topology
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AccumAdam",
     "AccumAdamW",
+    "Checkpoints",
     "ConsensusGuard",
     "GossamerError",
     "GossamerWarning",
@@ -31,6 +33,7 @@ __all__ = [
 
 # Imported when first used: topologies and predictions work on a machine without torch.
 _HOMES = {
+    "gossamer.checkpoint": ("Checkpoints",),
     "gossamer.engine": (
         "ConsensusGuard",
         "Gossip",

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from gossamer.checkpoint import files
 from gossamer.comm.world import join_world, leave_world
-from gossamer.recipes import checkpoint, stop
+from gossamer.recipes import stop
 from gossamer.recipes.config import make_config
 from gossamer.recipes.run import run
 from gossamer.runtime.methods import parse
@@ -23,12 +24,11 @@ SETTINGS = {
 
 def configured(method, virtual, **values):
     given = {"task": "toy", "method": method, "per_node": (2, 2), "steps": STEPS, "virtual": virtual, "lr": 0.02}
-    return make_config({**given, "batched": "off", "eval_every": 4, "checkpoint_every": 1, **values})
+    return make_config({**given, "batched": "off", "eval_every": 4, "checkpoint_every": 1, "keep_last": 1000, **values})
 
 
 def real(rank, folder, values, resume=False, stop_after=None):
     """One worker of a job; `stop_after`: worker 1 asks for a stop when it has done so many steps."""
-    checkpoint.KEEP = 1000
     torch.set_num_threads(1)
     join_world()
     config = configured(**values)
@@ -42,19 +42,23 @@ def real(rank, folder, values, resume=False, stop_after=None):
     return progress.stopped, progress.step
 
 
+def saved(folder, step, worker, workers=4):
+    """The parameters of a worker, or of the replica it has a share in."""
+    manifest = files.read_manifest(folder, step)
+    return files.read_part(folder, manifest, worker * manifest.workers // workers)["model"]
+
+
 @pytest.mark.parametrize("method", list(SETTINGS))
-def test_virtual_and_real_workers_have_the_same_parameters_after_every_step(tmp_path, monkeypatch, pools, method):
-    monkeypatch.setattr(checkpoint, "KEEP", 1000)
+def test_virtual_and_real_workers_have_the_same_parameters_after_every_step(tmp_path, pools, method):
     values = SETTINGS[method]
     pools(2, 2).run(real, tmp_path / "real", {"method": method, "virtual": False, **values})
     config = configured(method, True, **values)
     run(config, Toy(dropout=0.2), parse(method), tmp_path / "virtual")
-    assert checkpoint.complete(tmp_path / "real") == checkpoint.complete(tmp_path / "virtual") == [*range(1, STEPS + 1)]
-    files = len(list((tmp_path / "virtual" / "checkpoints" / "step-00000001").glob("*.pt")))
+    everywhere = [tmp_path / kind / "checkpoints" for kind in ("real", "virtual")]
+    assert [files.steps_in(where) for where in everywhere] == [[*range(1, STEPS + 1)]] * 2
     for step in range(1, STEPS + 1):
         for worker in range(4):
-            mine = checkpoint.load(tmp_path / "real", step, worker)["model"]
-            theirs = checkpoint.load(tmp_path / "virtual", step, worker * files // 4)["model"]
+            mine, theirs = (saved(where, step, worker) for where in everywhere)
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
@@ -71,6 +75,5 @@ def test_workers_stop_together_when_asked_and_go_on_as_if_nothing_had_happened(t
     pools(*per_node).run(real, tmp_path / "cut", values, resume=True)
     pools(*per_node).run(real, tmp_path / "whole", values)
     for worker in range(sum(per_node)):
-        one = checkpoint.load(tmp_path / "cut", 40, worker)["model"]
-        other = checkpoint.load(tmp_path / "whole", 40, worker)["model"]
+        one, other = (saved(tmp_path / kind / "checkpoints", 40, worker, sum(per_node)) for kind in ("cut", "whole"))
         assert all(torch.equal(one[k], other[k]) for k in one)

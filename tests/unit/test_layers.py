@@ -33,6 +33,7 @@ LAYERS = {
     "runtime": _layer("topology", "trace", torch=False),
     "comm": _layer("topology", "trace", distributed=True),
     "engine": _layer("comm", "topology", "trace"),
+    "checkpoint": _layer(),
     "optim": _layer(),
     "lab": _layer("runtime", "trace", "comm", public=True),  # comm: a process group and torch's DDP for `bench`
     "recipes": _layer(public=True),

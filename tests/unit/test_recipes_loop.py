@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gossamer import InputError
-from gossamer.recipes import checkpoint
+from gossamer.checkpoint import files
 from gossamer.recipes.config import make_config
 from gossamer.recipes.gradients import Batched, Looped, choose
 from gossamer.recipes.loop import Diverged, Progress
@@ -26,10 +26,15 @@ def trained(folder, method, task=None, resume=False, **values):
     """The final parameters of every replica."""
     config = config_for(method, checkpoint_every=values.pop("checkpoint_every", 1000), **values)
     progress = run(config, task or Toy(), parse(method), folder, resume=resume)
-    step = checkpoint.latest(folder)
-    assert progress.step == step
-    files = sorted((folder / "checkpoints" / f"step-{step:08d}").glob("replica-*.pt"))
-    return [checkpoint.load(folder, step, place)["model"] for place in range(len(files))]
+    return models(folder, progress.step)
+
+
+def models(folder, step):
+    """Every replica's parameters in the newest checkpoint, which must be that of `step`."""
+    where = folder / "checkpoints"
+    manifest = files.read_manifest(where, files.latest_in(where))
+    assert manifest.step == step
+    return [files.read_part(where, manifest, place)["model"] for place in range(manifest.workers)]
 
 
 def same(a, b):
@@ -115,10 +120,10 @@ def test_the_choice_leaves_no_trace_and_avoids_running_statistics(tmp_path):
     config = config_for("dadam:ring", batched="auto")
     for task in (Toy(), Toy(norm=True)):
         crew = make_crew(config, task, parse(config.method), tmp_path, 0, None)
-        before = [crew.states()[w] for w in range(4)]
+        before = [r.state_dict() for r in crew.replicas]
         _, name = choose(task, config, crew.replicas)
         assert name in (("off",) if task.norm else ("on", "off"))
-        for one, other in zip(before, crew.states(), strict=True):
+        for one, other in zip(before, [r.state_dict() for r in crew.replicas], strict=True):
             assert one["streams"] == other["streams"]
             assert all(torch.equal(a, b) for a, b in zip(one["random"], other["random"], strict=True))
         assert all(p.grad is None for r in crew.replicas for p in r.model.parameters())
@@ -133,7 +138,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, method, values):
     half = tmp_path / "half"
     stopped = run(config, task, parse(method), half, stop=_After(3))
     assert stopped.stopped
-    assert checkpoint.complete(half) == [3]
+    assert files.steps_in(half / "checkpoints") == [3]
     assert same(trained(half, method, task, resume=True, **values), whole)
     rows = [json.loads(line) for line in (half / "metrics-00000.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows if "loss" in r] == [1, 2, 3, 4, 5, 6]
@@ -146,15 +151,9 @@ def test_evaluations_and_checkpoints_do_not_touch_training(tmp_path):
     assert same(quiet, busy)
 
 
-def test_a_damaged_or_half_written_checkpoint(tmp_path):
-    trained(tmp_path, "dadam:ring", checkpoint_every=2)
-    assert checkpoint.complete(tmp_path) == [4, 6]
-    newest = tmp_path / "checkpoints" / "step-00000006"
-    (newest / "replica-00002.pt").unlink()
-    assert checkpoint.latest(tmp_path) == 4
-    (tmp_path / "checkpoints" / "step-00000004" / "replica-00001.pt").write_bytes(b"torn")
-    with pytest.raises(Exception, match=r"cannot read checkpoint .*remove its folder"):
-        checkpoint.load(tmp_path, 4, 1)
+def test_the_newest_checkpoints_are_kept(tmp_path):
+    trained(tmp_path, "dadam:ring", checkpoint_every=2, keep_last=2)
+    assert files.steps_in(tmp_path / "checkpoints") == [4, 6]
 
 
 def test_a_loss_that_is_not_finite_is_named(tmp_path):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +21,7 @@ app = command_app()
 EXAMPLE = (
     "Examples: gossamer train vision --workers 4 --method accumadam:aer --steps 100 | gossamer train lm --virtual 8 "
     "--cluster a40 | torchrun --nproc-per-node 4 -m gossamer train lm --method dadam:ring --steps 50 | "
-    "gossamer train --resume runs/x"
+    "gossamer train --resume runs/x --workers 3"
 )
 
 
@@ -36,7 +34,9 @@ def train(
     lr: Annotated[float | None, typer.Option(metavar="LR", help="Peak learning rate.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, data order and dropout.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(metavar="K", help="Steps between checkpoints.")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Continue this run.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Continue this run, with --workers N by as many.")
+    ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files as well.")] = False,
 ) -> None:
     """Train a task. Every other key of the configuration, and every option of the task, is a flag too."""
@@ -46,13 +46,16 @@ def train(
     decided = {"method": method, "lr": lr, "seed": seed, "checkpoint_every": checkpoint_every}
     given = {k: v for k, v in {**flags.named(), **decided}.items() if v is not None}
     if resume is not None and (flags.task is not None or flags.extra or set(given) - {"steps"}):
-        raise InputError(f"--resume {resume} goes on as the run was configured; pass at most --steps with it")
+        raise InputError(
+            f"--resume {resume} goes on as the run was configured; pass at most --steps, and --workers (or --virtual) "
+            "and --per-node for another size, with it"
+        )
     if launched():
         if flags.workers is not None or flags.virtual is not None or flags.link is not None:
             raise InputError("a launcher has started the workers; leave --workers, --virtual and --link out")
         _join(flags, decided, resume, tensorboard)
         return
-    made = flags.configured(**decided) if resume is None else _resumed(resume, flags.steps)
+    made = flags.configured(**decided) if resume is None else _resumed(resume, flags)
     folder = resume or flags.out or default_folder(made.task)
     outcome = _local(made, folder, resume is not None, flags, tensorboard)
     _tell(outcome, folder, made, flags.as_json)
@@ -63,7 +66,9 @@ def _local(config: RunConfig, folder: Path, resume: bool, flags: RunFlags, board
     from gossamer.recipes.run import read_config
 
     task = make_task_for(config)
-    clock = read_config(folder)[1]["clock"] if resume else start(config, folder, task, flags.cluster, flags.link)
+    clock: dict[str, Any] = (
+        read_config(folder)[1]["clock"] if resume else start(config, folder, task, flags.cluster, flags.link)
+    )
     watch, display = watchers(folder, config, config.method, task.unit, board, flags.as_json)
     with display:
         if config.virtual:
@@ -72,21 +77,30 @@ def _local(config: RunConfig, folder: Path, resume: bool, flags: RunFlags, board
             return run_pool(pool, folder, resume, watch)
 
 
-def _resumed(folder: Path, steps: int | None) -> RunConfig:
-    """The run's configuration, with a new end if one is given."""
-    from gossamer.recipes.checkpoint import latest
+def _resumed(folder: Path, flags: RunFlags, launched: tuple[int, ...] | None = None) -> RunConfig:
+    """The run's configuration, with a new end and other workers if they are given (or as they were launched)."""
+    from gossamer.checkpoint.files import latest_in
+    from gossamer.cli.predicted import described_cluster, simulated
+    from gossamer.cli.run_options import per_node_from
     from gossamer.recipes.config import make_config
-    from gossamer.recipes.run import read_config
+    from gossamer.recipes.run import read_config, write_config
+    from gossamer.runtime.methods import parse
 
-    config, content = read_config(folder)
-    at = latest(folder)
-    if steps is not None:
-        config = make_config({**config.model_dump(), "steps": steps})
-        (folder / "config.json").write_text(
-            json.dumps({**content, "config": config.model_dump(mode="json")}, indent=1) + "\n"
-        )
+    before, content = read_config(folder)
+    at = latest_in(folder / "checkpoints")
+    if (flags.virtual if not before.virtual else flags.workers) is not None:
+        wrong, right = ("--workers", "--virtual") if before.virtual else ("--virtual", "--workers")
+        raise InputError(f"{folder} is a run with {right[2:]}; resume it with {right} N, not with {wrong}")
+    places = launched or per_node_from(flags.workers, flags.virtual, flags.per_node) or before.per_node
+    config = make_config({**before.model_dump(), "steps": flags.steps or before.steps, "per_node": places})
     if at >= config.steps:
         raise InputError(f"{folder} has done all its {config.steps} steps; pass --steps with more to go on")
+    if config != before:
+        if config.virtual and config.per_node != before.per_node:
+            cluster = described_cluster(flags.cluster or content["clock"]["cluster"], config.per_node)
+            content["clock"] = simulated(parse(config.method), config, cluster)[0]
+        resumed = [*content.get("resumed", []), {"step": at, "workers_before": before.workers}]
+        write_config(folder, {**content, "config": config.model_dump(mode="json"), "resumed": resumed})
     return config
 
 
@@ -110,12 +124,12 @@ def _join(flags: RunFlags, decided: dict[str, Any], resume: Path | None, board: 
         if resume is None:
             start(config, folder, made, None, None)
         else:
-            _resumed(folder, flags.steps)
+            _resumed(folder, flags, places)
     wait_for_all()
     config, content = read_config(folder)
     quiet = flags.as_json or rank > 0
     watch, display = watchers(folder, config, content["method"], content["unit"], board and rank == 0, quiet)
-    with display, interrupts(lambda: stop.request(folder), (signal.SIGINT, signal.SIGTERM)):
+    with display, interrupts(lambda: stop.request(folder)):
         outcome = train_here(folder, rank, resume is not None, watch if rank == 0 else None)
     leave_world()
     if rank == 0:

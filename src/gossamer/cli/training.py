@@ -179,8 +179,8 @@ def run_pool(pool: WorkerPool, folder: Path, resume: bool, watch: Callable[[Row]
 
 
 @contextlib.contextmanager
-def interrupts(ask: Callable[[], None], signals: Sequence[int] = (signal.SIGINT,)) -> Iterator[None]:
-    """The first Ctrl-C asks, the second one ends."""
+def interrupts(ask: Callable[[], None], signals: Sequence[int] = (signal.SIGINT, signal.SIGTERM)) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM asks, the second one ends."""
 
     def handler(number: int, frame: Any) -> None:
         ask()

@@ -66,6 +66,9 @@ class RunConfig(BaseModel):
     eval_every: Whole | None = None
     """Steps between evaluations; None: a fifth of all; 0: at the end only."""
     checkpoint_every: Whole = 0
+    """Steps between checkpoints; 0: only when the run is interrupted."""
+    keep_last: Count = 3
+    """How many of the newest checkpoints stay."""
     batched: Literal["auto", "on", "off"] = "auto"
     """Virtual workers' gradients in one vectorized pass: measured, always or never."""
     threads: Count = 1

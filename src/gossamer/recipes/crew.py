@@ -28,6 +28,7 @@ class Crew:
     """The replicas of this process. `places` are their numbers among the `total` of all processes."""
 
     lockstep = False  # nobody can finish a step that another worker has not begun
+    handle: Any = None  # what gossips: a Gossip, a VirtualCluster, or nothing
 
     def __init__(self, replicas: Sequence[Replica], places: Sequence[int], total: int):
         self.replicas, self.places, self.total = list(replicas), list(places), total
@@ -52,12 +53,33 @@ class Crew:
         """By one worker for others, since the start of this process; None where it cannot be told."""
         return None
 
-    def states(self) -> list[dict[str, Any]]:
-        return [r.state_dict() for r in self.replicas]
+    def checkpoints(self, folder: Path, keep_last: int) -> gossamer.Checkpoints:
+        alone = {} if self.handle is not None else {"rank": self.places[0], "workers": self.total}
+        return gossamer.Checkpoints(folder, keep_last=keep_last, **alone)
 
-    def load(self, states: Sequence[dict[str, Any]]) -> None:
-        for replica, state in zip(self.replicas, states, strict=True):
-            replica.load_state_dict(state)
+    def save(self, checkpoints: gossamer.Checkpoints, step: int, progress: dict[str, Any]) -> None:
+        extras = [{**r.state_dict(), "progress": progress} for r in self.replicas]
+        models, optimizers = [r.model for r in self.replicas], [r.optimizer for r in self.replicas]
+        if self._together:
+            checkpoints.save(self.handle, models, optimizers, step=step, extra=extras)
+        else:
+            checkpoints.save(self.handle, models[0], optimizers[0], step=step, extra=extras[0])
+
+    def load(self, checkpoints: gossamer.Checkpoints) -> dict[str, Any]:
+        """Go on from the newest checkpoint; the progress it holds."""
+        models, optimizers = [r.model for r in self.replicas], [r.optimizer for r in self.replicas]
+        if self._together:
+            loaded = checkpoints.load(self.handle, models, optimizers)
+        else:
+            loaded = checkpoints.load(self.handle, models[0], optimizers[0])
+        for replica, saved in zip(self.replicas, loaded.extras, strict=True):
+            replica.load_state_dict(saved)
+        progress: dict[str, Any] = loaded.extra["progress"]
+        return progress
+
+    @property
+    def _together(self) -> bool:
+        return isinstance(self.handle, gossamer.VirtualCluster)
 
     def close(self) -> None:
         pass
@@ -79,7 +101,7 @@ class GossipCrew(Crew):
             here = config.per_node[gossamer.Layout.of(config.per_node).node[rank]]
             self._inside = reduced_bytes(replica.model, here)
         settings = gossip_settings(method, config)
-        self.gossip = gossamer.decentralize(replica.forward, replica.optimizer, trace=trace, **settings)
+        self.gossip = self.handle = gossamer.decentralize(replica.forward, replica.optimizer, trace=trace, **settings)
         super().__init__([replica], [rank], config.workers)
 
     def averaged(self) -> AbstractContextManager[nn.Module]:
@@ -94,14 +116,6 @@ class GossipCrew(Crew):
 
     def seconds_waited(self) -> float:
         return float(self.gossip.stats()["seconds_waited"])
-
-    def states(self) -> list[dict[str, Any]]:
-        gossip = self.gossip.state_dict()  # first: it may bring this worker to a later round
-        return [{**state, "gossip": gossip} for state in super().states()]
-
-    def load(self, states: Sequence[dict[str, Any]]) -> None:
-        super().load(states)
-        self.gossip.load_state_dict(states[0]["gossip"])
 
     def close(self) -> None:
         self.gossip.close()
@@ -149,7 +163,7 @@ class VirtualCrew(Crew):
         self.cluster: gossamer.VirtualCluster | None = None
         if method.algorithm != "ddp":
             per_node = [1] * len(groups) if config.exact_inside else config.per_node
-            self.cluster = gossamer.VirtualCluster(per_node=per_node)
+            self.cluster = self.handle = gossamer.VirtualCluster(per_node=per_node)
             models, optimizers = [r.model for r in replicas], [r.optimizer for r in replicas]
             self.cluster.decentralize(models, optimizers, **gossip_settings(method, config))
 
@@ -168,17 +182,6 @@ class VirtualCrew(Crew):
         gossips = [] if self.cluster is None else self.cluster.gossips
         between = sum(g.stats()["bytes_sent"] for g in gossips) / (self._shared * len(self.replicas))
         return float(between + self._inside * self.replicas[0].scheduler.last_epoch)
-
-    def states(self) -> list[dict[str, Any]]:
-        if self.cluster is None:
-            return super().states()
-        gossips = self.cluster.state_dicts()
-        return [{**state, "gossip": g} for state, g in zip(super().states(), gossips, strict=True)]
-
-    def load(self, states: Sequence[dict[str, Any]]) -> None:
-        super().load(states)
-        if self.cluster is not None:
-            self.cluster.load_state_dicts([s["gossip"] for s in states])
 
     def close(self) -> None:
         if self.cluster is not None:

@@ -56,12 +56,13 @@ def train(
     `log` receives a row a step and a row an evaluation; `save` is called on every worker after the same step. With
     `clock(k)`, the simulated time after k steps, `seconds` are not measured.
     """
-    sent_before = progress.bytes
+    sent_before, saved = progress.bytes, progress.step or -1  # what is saved need not be saved again
     while progress.step < config.steps:
         if stop(progress.step):
             progress.stopped = True
-            with stop.meeting(progress.step):
-                save(progress)
+            if progress.step > saved:
+                with stop.meeting(progress.step):
+                    save(progress)
             return progress
         idle = crew.seconds_waited()
         began = time.perf_counter()
@@ -96,6 +97,7 @@ def train(
         if config.checkpoint_every and (last or progress.step % config.checkpoint_every == 0):
             with stop.meeting(progress.step):
                 save(progress)
+            saved = progress.step
     stop.done(config.steps)
     return progress
 

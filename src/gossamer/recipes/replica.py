@@ -25,6 +25,7 @@ class Replica:
     members: tuple[int, ...]
     streams: list[Batches]  # one a member
     random: list[Tensor]  # each member's random numbers
+    workers: int  # of the whole run
     ema: AveragedModel | None
 
     def step(self, clip: float) -> None:
@@ -37,9 +38,10 @@ class Replica:
             self.ema.update_parameters(self.model)
 
     def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds besides model, optimizer and gossip."""
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "workers": self.workers,
+            "members": list(self.members),
             "scheduler": self.scheduler.state_dict(),
             "streams": [s.state_dict() for s in self.streams],
             "random": list(self.random),
@@ -47,12 +49,17 @@ class Replica:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        """With another number of workers the data go on where all of them together were, and random numbers anew."""
         self.scheduler.load_state_dict(state["scheduler"])
-        for stream, saved in zip(self.streams, state["streams"], strict=True):
-            stream.load_state_dict(saved)
-        self.random[:] = state["random"]
+        held = {worker: place for place, worker in enumerate(state["members"])}
+        for place, worker in enumerate(self.members):
+            if state["workers"] == self.workers and worker in held:
+                self.streams[place].load_state_dict(state["streams"][held[worker]])
+                self.random[place] = state["random"][held[worker]]
+            else:
+                position = state["streams"][0]["position"]
+                self.streams[place].load_state_dict({"position": round(position * state["workers"] / self.workers)})
+                self.random[place] = _random(int(self.random[place].sum()) + position)
         if self.ema is not None and state["ema"] is not None:
             self.ema.load_state_dict(state["ema"])
 
@@ -63,8 +70,7 @@ def make_replica(task: Task, method: Method, config: RunConfig, members: Sequenc
     optimizer = make_optimizer(method, model.parameters(), config)
     random = []
     for worker in members:
-        generator = torch.Generator().manual_seed(1_000_003 * (config.seed + 1) + worker)
-        random.append(generator.get_state())
+        random.append(_random(1_000_003 * (config.seed + 1) + worker))
     return Replica(
         model=model,
         forward=model,
@@ -73,8 +79,13 @@ def make_replica(task: Task, method: Method, config: RunConfig, members: Sequenc
         members=tuple(members),
         streams=[task.batches(w, config.workers, seed=config.seed) for w in members],
         random=random,
+        workers=config.workers,
         ema=_moving_average(model, config.ema) if config.ema else None,
     )
+
+
+def _random(seed: int) -> Tensor:
+    return torch.Generator().manual_seed(seed).get_state()
 
 
 def _moving_average(model: nn.Module, decay: float) -> AveragedModel:

@@ -3,21 +3,22 @@
 RUN/config.json            the configuration, the task's facts, versions, the command
     metrics-00000.jsonl    a row a step and a row an evaluation, one file a process
     trace/                 each worker's timeline, if asked for
-    checkpoints/           see `checkpoint`
+    checkpoints/           see `gossamer.Checkpoints`
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+import gossamer
 from gossamer import InputError
-from gossamer.recipes import checkpoint
 from gossamer.recipes.config import RunConfig, make_config
 from gossamer.recipes.crew import Crew, DdpCrew, GossipCrew, VirtualCrew, Wrap
 from gossamer.recipes.gradients import choose
@@ -25,6 +26,8 @@ from gossamer.recipes.loop import Clock, Progress, Row, train
 from gossamer.recipes.methods import Method, learning_rate
 from gossamer.recipes.stop import Stop, StopHere
 from gossamer.recipes.task import Task
+
+LEAVE_WITHIN = 5.0  # seconds that a worker which failed waits for the other parts of a checkpoint
 
 
 def prepare(folder: Path, config: RunConfig, method: Method, task: Task, facts: Mapping[str, Any]) -> None:
@@ -43,11 +46,18 @@ def prepare(folder: Path, config: RunConfig, method: Method, task: Task, facts: 
         raise InputError(f"{folder} already holds a run; continue it with --resume {folder}, or choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(content, indent=1, default=str) + "\n")
+        write_config(folder, content)
     except OSError as error:
         raise InputError(
             f"cannot write to the run's folder {folder}: {error.strerror or error}; choose another --out"
         ) from None
+
+
+def write_config(folder: Path, content: Mapping[str, Any]) -> None:
+    """All or nothing: a run without its configuration cannot be resumed."""
+    beside = folder / ".config.json"
+    beside.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    beside.replace(folder / "config.json")
 
 
 def read_config(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
@@ -77,36 +87,49 @@ def run(
     """Train as worker `rank`, or as all of them if they are virtual; every worker must call it. `wrap`: `DdpCrew`'s."""
     if config.virtual:
         torch.set_num_threads(config.threads)
-    at = checkpoint.latest(folder) if resume else 0  # before anybody can write a newer one
     crew = make_crew(config, task, method, folder, rank, wrap)
     stop = stop or (StopHere() if config.virtual else Stop(folder, rank, config.workers, lockstep=crew.lockstep))
     progress = Progress()
     gradients, batched = choose(task, config, crew.replicas)
-    if at:
-        states = [checkpoint.load(folder, at, place) for place in crew.places]
-        saved = states[0].pop("progress")
+    checkpoints = crew.checkpoints(folder / "checkpoints", config.keep_last)
+    if resume:
+        saved = crew.load(checkpoints)
         batched = saved.pop("batched")
         gradients, _ = choose(task, config.model_copy(update={"batched": batched}), crew.replicas)
         progress = Progress(**saved)
-        crew.load(states)
 
     def save(now: Progress) -> None:
-        for place, state in zip(crew.places, crew.states(), strict=True):
-            state["progress"] = {**now.state_dict(), "batched": batched}
-            checkpoint.save(folder, now.step, place, crew.total, state)
-        if crew.leads:
-            checkpoint.prune(folder)
+        crew.save(checkpoints, now.step, {**now.state_dict(), "batched": batched})
 
-    with _Metrics(folder, rank, at) as metrics:
+    with _Metrics(folder, rank, progress.step) as metrics, _leaving(stop, checkpoints):
 
         def log(row: Row) -> None:
             metrics.write(row)
             if watch is not None:
                 watch(row)
 
-        train(task, crew, config, gradients, progress=progress, log=log, save=save, stop=stop, clock=clock)
+        timed = None if clock is None else going_on(clock, progress)
+        train(task, crew, config, gradients, progress=progress, log=log, save=save, stop=stop, clock=timed)
+        checkpoints.wait()
     crew.close()
     return progress
+
+
+def going_on(clock: Clock, progress: Progress) -> Clock:
+    """The simulated clock of a run that may have had another one, with another number of workers, so far."""
+    before = progress.seconds - clock(progress.step)
+    return clock if before == 0 else lambda step: before + clock(step)
+
+
+@contextmanager
+def _leaving(stop: Stop | StopHere, checkpoints: gossamer.Checkpoints) -> Iterator[None]:
+    """A worker that fails tells the others, and lets the checkpoint under way be finished."""
+    try:
+        yield
+    except BaseException:
+        stop.left()
+        checkpoints.close(LEAVE_WITHIN)
+        raise
 
 
 def make_crew(config: RunConfig, task: Task, method: Method, folder: Path, rank: int, wrap: Wrap | None) -> Crew:

@@ -5,7 +5,8 @@ A file `request` asks. Workers look for it before each step:
   it, so everybody has seen the decision by then.
 - Gossiping workers may be some steps apart. Each posts its step and waits until all have; the latest is where all go
   on to. Nobody waits in vain: what a waiting worker has sent is all that the others need to come to their next look.
-  A worker about to meet all others (to evaluate, say) posts its step before, for those that wait outside.
+  A worker about to meet all others (to evaluate, say) posts its step before, for those that wait outside. One that
+  fails says so, and nobody waits for its step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from gossamer import GossamerError
 
 POLL = 0.02  # seconds
 
@@ -68,6 +71,12 @@ class Stop:
         if not self._lockstep:
             self._post(steps)
 
+    def left(self) -> None:
+        """This worker leaves with an error."""
+        with suppress(OSError):
+            self._folder.mkdir(exist_ok=True)
+            (self._folder / f"left-{self._rank:05d}").touch()
+
     def _follow(self, step: int) -> None:
         if self._rank == 0:
             self._write(self._decision, step + 1)
@@ -80,6 +89,11 @@ class Stop:
         while True:
             with suppress(FileNotFoundError):
                 return max(int(v.read_text()) for v in votes)
+            for gone in self._folder.glob("left-*"):
+                raise GossamerError(
+                    f"worker {int(gone.name[5:])} has left the run with an error, so no checkpoint is taken now; "
+                    "resume from the last complete one"
+                )
             time.sleep(POLL)
 
     def _vote(self, rank: int) -> Path:
@@ -109,4 +123,7 @@ class StopHere:
         yield
 
     def done(self, steps: int) -> None:
+        pass
+
+    def left(self) -> None:
         pass

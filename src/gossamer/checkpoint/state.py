@@ -1,0 +1,182 @@
+"""What a checkpoint holds of a worker, and how several workers' states become one.
+
+With another number of workers, worker j of m takes the place of the old workers in [j n/m, (j+1) n/m) of 0..n: their
+parameters and optimizer moments are averaged, weighted by how much of each lies in there. Every old worker then weighs
+m/n over all new ones, so the mean over the workers stays what it was. With m = 2n these are clones of neighbors.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+State = dict[str, Any]
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The user's own module: without DDP and without what torch.compile wraps around it."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    inner = getattr(model, "_orig_mod", model)
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def snapshot(value: Any) -> Any:
+    """A copy that training does not touch, in types that are read without pickle's code."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {k: snapshot(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(snapshot(v) for v in value) if type(value) in (list, tuple) else [snapshot(v) for v in value]
+    return value
+
+
+def mixed_by(gossip: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
+    """Which parameters are mixed, by which names, and where they lie in the flat buffers of each lane."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    held = {id(p.parameter) for lane in gossip.lanes for flat in lane.flats for p in flat.places}
+    return {
+        "buffers": gossip.settings.buffers,
+        "local": [name for key, found in names.items() if key not in held for name in found],
+        "optimizers": [
+            [at for at, p in enumerate(p for g in o.param_groups for p in g["params"]) if id(p) in held]
+            for o in optimizers
+        ],
+        "lanes": [
+            [
+                (
+                    flat.buffer.numel(),
+                    [
+                        (names[id(p.parameter)], p.start, tuple(p.parameter.shape), tuple(p.parameter.stride()))
+                        for p in flat.places
+                    ],
+                )
+                for flat in lane.flats
+            ]
+            for lane in gossip.lanes
+        ],
+    }
+
+
+def values_of(state: State) -> dict[str, Any]:
+    """What counts as this worker's model: asynchronous gossip keeps the parameters beside those that the last gradient
+    was taken at."""
+    values = dict(state["model"])
+    if state["gossip"] is None:
+        return values
+    for lane, flats in zip(state["gossip"]["lanes"], state["mixed"]["lanes"], strict=True):
+        pieces = list(lane.get("x") or ())
+        for size, places in flats if pieces else ():
+            taken: list[Tensor] = []
+            while sum(p.numel() for p in taken) < size:
+                taken.append(pieces.pop(0))
+            flat = torch.cat(taken)
+            for names, start, shape, stride in places:
+                for name in names:
+                    values[name] = flat.as_strided(shape, stride, start)
+    return values
+
+
+def shares(group: Sequence[int], workers: int, before: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
+    """Of whom, and by how much, the replica of the workers `group` (consecutive, of `workers`) is made: pairs of the
+    first worker of an earlier group and its weight. The weights sum to 1."""
+    n = sum(len(g) for g in before)
+    low, high = group[0] * n / workers, (group[-1] + 1) * n / workers
+    found = []
+    for earlier in before:
+        inside = sum(max(0.0, min(high, w + 1) - max(low, w)) for w in earlier)
+        if inside > 1e-9 * n:
+            found.append((earlier[0], inside))
+    total = math.fsum(weight for _, weight in found)
+    return [(worker, weight / total) for worker, weight in found]
+
+
+def blend(states: Sequence[State], weights: Sequence[float]) -> State:
+    """One worker's state out of several. Parameters that are mixed, floating-point buffers and the optimizer's
+    tensors are averaged, integer buffers take the maximum, all else is that of the worker with the largest weight."""
+    at = max(range(len(states)), key=weights.__getitem__)
+    main = states[at]
+    if len(states) == 1:
+        return {**main, "model": values_of(main)}
+    mixed = main.get("mixed")
+    return {
+        **main,
+        "model": blend_models([values_of(s) for s in states], weights, at, mixed),
+        "optimizer": [
+            _blend_optimizers([s["optimizer"][o] for s in states], weights, at, mixed and mixed["optimizers"][o])
+            for o in range(len(main["optimizer"]))
+        ],
+    }
+
+
+def blend_models(models: Sequence[State], weights: Sequence[float], at: int, mixed: State | None) -> State:
+    local = set() if mixed is None else set(mixed["local"])
+    names = {n for lane in mixed["lanes"] for _, places in lane for p in places for n in p[0]} if mixed else set()
+    found = {}
+    for name, value in models[at].items():
+        keep = name in local or (mixed is not None and mixed["buffers"] == "local" and name not in names)
+        found[name] = value if keep else _average([m[name] for m in models], weights, at)
+    return found
+
+
+def _blend_optimizers(saved: Sequence[State], weights: Sequence[float], at: int, mixed: list[int] | None) -> State:
+    """A parameter's moments are averaged where all have them at the same count of an accumulation."""
+    states = {}
+    for index, own in saved[at]["state"].items():
+        others = [s["state"].get(index) for s in saved]
+        counts = [{k: v for k, v in o.items() if isinstance(v, int)} if o else None for o in others]
+        if any(c != counts[at] for c in counts) or (mixed is not None and index not in mixed):
+            states[index] = own
+            continue
+        states[index] = {
+            key: _average([o[key] for o in others], weights, at) if isinstance(value, Tensor) and value.dim() else value
+            for key, value in own.items()
+        }
+    return {**saved[at], "state": states}
+
+
+def _average(values: Sequence[Any], weights: Sequence[float], at: int) -> Any:
+    own = values[at]
+    if not isinstance(own, Tensor) or own.is_complex() or all(torch.equal(v, own) for v in values):
+        return own
+    if not own.is_floating_point():
+        return torch.stack(list(values)).amax(dim=0)
+    total = torch.zeros_like(own, dtype=torch.float64)
+    for value, weight in zip(values, weights, strict=True):
+        total.add_(value, alpha=weight)
+    return total.to(own.dtype)
+
+
+# -- random numbers -------------------------------------------------------------------------------------------------
+
+
+def random_state() -> State:
+    """The global generators of torch, Python and (if it is in use) numpy."""
+    state: State = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [kind, [int(k) for k in keys], *rest]
+    return state
+
+
+def set_random_state(state: State) -> None:
+    torch.set_rng_state(state["torch"])
+    version, inner, gauss = state["python"]
+    random.setstate((version, tuple(inner), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
