@@ -174,7 +174,7 @@ class WorkerPool:
     def _call(self, call: bytes, fn: Callable[..., Any], limit: float) -> list[Any]:
         name = getattr(fn, "__name__", str(fn))
         begin = time.monotonic()
-        with _reserved_port(self.nodes[0]) as port, CpuMeter() as meter:
+        with reserved_port(self.nodes[0]) as port, CpuMeter() as meter:
             payload = pickle.dumps(({"MASTER_PORT": str(port)}, call))
             for channel in self._channels:
                 with contextlib.suppress(OSError):  # died while idle: its end-of-file is read below
@@ -371,7 +371,7 @@ _ports = itertools.cycle(range(29500, 32768))  # below those that the kernel han
 
 
 @contextlib.contextmanager
-def _reserved_port(master: Node) -> Any:
+def reserved_port(master: Node) -> Any:
     """A port for the rendezvous that nobody else is given meanwhile.
 
     On the host a socket stays bound to it without listening: with SO_REUSEADDR a store may still listen there,

@@ -97,8 +97,10 @@ class Gang:
     pids: list[int] = field(default_factory=list)
 
     def close(self) -> None:
-        for end in (self.server, *self.channels, *self.outputs):
-            end.close()
+        for connection in (self.server, *self.channels):
+            connection.close()
+        for output in self.outputs:
+            output.close()
 
 
 def start_gang(workers: Sequence[WorkerSpec], modules: Sequence[str | None]) -> Gang:
