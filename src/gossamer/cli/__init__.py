@@ -13,9 +13,11 @@ COMMANDS = (
     "probe",
     "advise",
     "bench",
+    "chaos",
     "trace",
     "train",
     "compare",
+    "export",
     "report",
     "doctor",
 )

@@ -1,0 +1,202 @@
+"""`gossamer chaos`: kill, stop, cut off, slow down and replace workers of a training run, and see what survives."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gossamer.cli.options import Json, Nodes, PerNode, command_app, layout_from
+from gossamer.cli.output import finite, print_json, print_rich, table
+from gossamer.errors import InputError
+
+if TYPE_CHECKING:
+    from gossamer.lab.chaos import Chaos
+
+app = command_app()
+
+EXAMPLE = (
+    "Examples: gossamer chaos --nodes 4 --per-node 2 --seconds 120 --faults 6 --seed 1 --json | "
+    "gossamer chaos --seconds 600 --faults 20 --calm-runs 3 --ddp --out record | "
+    "gossamer chaos --faults 0 --seconds 900 --nodes 1 --per-node 4"
+)
+RAW = ("lives", "stalls", "rejoins", "stats", "hung", "ended")  # in the record only
+
+
+@app.command(epilog=EXAMPLE, no_args_is_help=False)
+def chaos(
+    nodes: Nodes = None,
+    per_node: PerNode = None,
+    seconds: Annotated[float, typer.Option(metavar="S", help="Length of a run.")] = 120.0,
+    faults: Annotated[int, typer.Option(help="Faults in that time; 0 is a soak: memory must stay flat.")] = 6,
+    seed: Annotated[int, typer.Option(help="Seed of the faults and of the training.")] = 1,
+    calm_runs: Annotated[int, typer.Option(help="Runs without faults, for the loss they end with.")] = 1,
+    ddp: Annotated[bool, typer.Option("--ddp", help="Try torch's DDP under the first fault as well.")] = False,
+    method: Annotated[str, typer.Option(metavar="METHOD", help="NAME[:TOPOLOGY[:WIRE]].")] = "dadam:aer",
+    compute: Annotated[float, typer.Option(metavar="S", help="Seconds a step computes (emulated).")] = 0.15,
+    link: Annotated[str, typer.Option(metavar="RATE", help="Every node's link: 100mbit, or none.")] = "100mbit",
+    soft_deadline: Annotated[float, typer.Option(metavar="S", help="A step goes on without a late neighbor.")] = 0.5,
+    hard_deadline: Annotated[float, typer.Option(metavar="S", help="A silent neighbor is taken for dead.")] = 5.0,
+    network: Annotated[
+        str | None, typer.Option(metavar="KIND", help="namespaces, or loopback (no cuts); see docs/lab.md.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the timeline (.svg, .png, .pdf).")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a record: verdict, steps, timeline.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train while workers are killed, stopped, cut off, slowed down and replaced; exit code 1 if the job suffers."""
+    from gossamer.lab.chaos import Chaos, run
+    from gossamer.lab.namespaces import why_unavailable
+    from gossamer.lab.shaping import parse_rate
+    from gossamer.report.bench_plot import check_path
+    from gossamer.report.record import environment
+
+    if network not in (None, "namespaces", "loopback"):
+        raise InputError(f"--network must be namespaces or loopback, got {network!r}; see docs/lab.md")
+    if plot is not None:
+        check_path(plot)
+    parse_rate(link)
+    reason = why_unavailable() if network is None else None
+    per_node = per_node if per_node is not None else "2"
+    nodes = nodes if nodes is not None or "," in per_node else "4"
+    asked = Chaos(
+        per_node=tuple(layout_from(nodes, per_node, None).per_node),
+        seconds=seconds,
+        faults=faults,
+        seed=seed,
+        calm_runs=calm_runs,
+        ddp=ddp,
+        method=method,
+        compute=compute,
+        link=link,
+        soft=soft_deadline,
+        hard=hard_deadline,
+        network="loopback" if reason or network == "loopback" else "namespaces",
+    )
+    planned = asked.plan  # bad input is told before anything starts
+    if reason or (network == "loopback" and planned):
+        note = f"cuts and slow links are skipped: {reason}" if reason else "cuts and slow links are skipped on loopback"
+        print(f"gossamer: {note}", file=sys.stderr)
+    machine = environment()
+    with _progress(quiet=as_json) as tell:
+        data = finite({**run(asked, tell), "environment": machine})
+    _write(data, plot, out)
+    if as_json:
+        shown = {k: v for k, v in data.items() if k not in RAW}
+        shown["memory"] = _without_samples(data["memory"])
+        print_json(shown)
+    else:
+        print_rich(*_shown(data, asked))
+    if not data["passed"]:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str, float, float], None]]:
+    """A bar on a terminal, a line an event elsewhere; on standard error, so that it is not part of the answer."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    if not sys.stderr.isatty():
+
+        def line(text: str, at: float, total: float) -> None:
+            if not quiet and ": " in text:
+                print(f"{at:6.1f} s  {text}", file=sys.stderr)
+
+        yield line
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        shown = bar.add_task("starting the cluster", total=None)
+
+        def live(text: str, at: float, total: float) -> None:
+            if ": " in text:
+                bar.console.print(f"{at:6.1f} s  {text}", markup=False, highlight=False)
+            else:
+                bar.update(shown, description=text, completed=at, total=total)
+
+        yield live
+
+
+def _write(data: dict[str, Any], plot: Path | None, out: Path | None) -> None:
+    from gossamer.report.chaos_plot import draw_chaos, draw_soak, markdown
+    from gossamer.report.record import write_record
+
+    draw = draw_chaos if data["faults"] else draw_soak
+    if plot is not None:
+        draw(data, plot)
+    if out is not None:
+        note = "" if data["valid"] else "INVALID: the cores were saturated, or not every fault could be carried out."
+        write_record(out, data=data, summary=markdown(data), note=note, environment=data["environment"])
+        draw(data, out / ("timeline.svg" if data["faults"] else "soak.svg"))
+
+
+def _without_samples(memory: dict[str, Any]) -> dict[str, Any]:
+    return {**memory, "workers": [{k: v for k, v in w.items() if k != "samples"} for w in memory["workers"]]}
+
+
+def _shown(data: dict[str, Any], asked: Chaos) -> Iterator[Any]:
+    from rich.text import Text
+
+    from gossamer.report.chaos_plot import ddp_sentence
+
+    where = data["cluster"]
+    yield Text(
+        f"{sum(asked.per_node)} workers on {len(asked.per_node)} nodes ({where['network']}, links {where['link']}), "
+        f"{asked.method}, {asked.seconds:g} s, seed {asked.seed}"
+    )
+    if data["faults"]:
+        yield _faults(data)
+    else:
+        yield _memory(data)
+    calm = ", ".join(f"{x:.4f}" for x in data["calm_final_losses"]) or "-"
+    loss = "-" if data["final_loss"] is None else f"{data['final_loss']:.4f}"
+    stall = "-" if data["longest_stall_s"] is None else f"{data['longest_stall_s']:.2f} s"
+    yield Text(
+        f"hangs {data['hangs']}, restarts {data['restarts']}, longest stall of a survivor {stall}, "
+        f"rejoined {data['rejoined']}, final loss {loss} (calm: {calm})"
+    )
+    yield Text("left behind: " + ", ".join(f"{v} {k.replace('_', ' ')}" for k, v in data["leaks"].items()))
+    if data["ddp"] is not None:
+        yield Text(f"DDP under the first fault: {ddp_sentence(data['ddp'])}")
+    if not data["valid"]:
+        busy = "" if data["cpu_use"] is None else f" (the cores were {data['cpu_use']:.0%} busy)"
+        yield Text(f"INVALID: the times say more about this machine{busy} than about the job", style="bold red")
+    for problem in data["problems"]:
+        yield Text(f"FAILED: {problem}", style="bold red")
+    if data["passed"]:
+        yield Text("passed", style="green")
+
+
+def _faults(data: dict[str, Any]) -> Any:
+    made = table("at", "fault", "victims", "undone", "back after")
+    for fault in data["faults"]:
+        back = [r["seconds"] for r in data["rejoins"] if r["at"] == fault["at"]]
+        until = "-" if fault["until"] is None else f"{fault['until']:.1f} s"
+        made.add_row(
+            f"{fault['at']:.1f} s",
+            f"{fault['kind']} {fault['how']}".strip(),
+            ", ".join(map(str, fault["victim"])),
+            until,
+            ", ".join("never" if s is None else f"{s:.2f} s" for s in back) or "-",
+        )
+    return made
+
+
+def _memory(data: dict[str, Any]) -> Any:
+    made = table("worker", "RSS", "growth", "bound", "descriptors", "growth", "flat")
+    for w in data["memory"]["workers"]:
+        made.add_row(
+            str(w["worker"]),
+            f"{w['rss_mb']:.1f} MB",
+            f"{w['rss_growth_mb']:+.2f} MB in {w['seconds']:.0f} s",
+            f"{w['rss_bound_mb']:.1f} MB",
+            f"{w['descriptors']:.0f}",
+            f"{w['descriptors_growth']:+.2f}",
+            "yes" if w["flat"] else "NO",
+        )
+    return made
