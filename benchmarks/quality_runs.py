@@ -1,0 +1,159 @@
+"""Virtual runs for the quality records: one JSON file a run, so that a study that was stopped goes on where it was.
+
+Everything is the recipes' own: crew, loop, gradients, optimizers, gossip. `Flat` only packs a model's parameters into
+one tensor, because sixteen optimizers over forty small tensors each cost more than the gradients do on one core.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gossamer.cli.predicted import described_cluster, simulated
+from gossamer.recipes.config import RunConfig, make_config
+from gossamer.recipes.gradients import choose
+from gossamer.recipes.loop import Diverged, Progress, train
+from gossamer.recipes.run import make_crew
+from gossamer.recipes.stop import StopHere
+from gossamer.recipes.task import make_task
+from gossamer.runtime.methods import parse
+
+POINTS = 60  # of a training curve
+
+
+class Flat(nn.Module):
+    """The same function of one parameter vector: Adam, SGD, clipping by the global norm and gossip do not see the
+    difference."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self._inner = (inner,)  # hidden from parameters()
+        self._names = [name for name, _ in inner.named_parameters()]
+        self._shapes = [p.shape for p in inner.parameters()]
+        self._sizes = [p.numel() for p in inner.parameters()]
+        self.values = nn.Parameter(torch.cat([p.detach().flatten() for p in inner.parameters()]))
+
+    def _views(self) -> dict[str, Tensor]:
+        pieces = torch.split(self.values, self._sizes)
+        return {n: v.view(s) for n, v, s in zip(self._names, pieces, self._shapes, strict=True)}
+
+    def forward(self, *inputs: Any) -> Any:
+        return functional_call(self._inner[0], self._views(), inputs)
+
+    @torch.no_grad()
+    def unpacked(self) -> nn.Module:
+        for parameter, value in zip(self._inner[0].parameters(), self._views().values(), strict=True):
+            parameter.copy_(value)
+        return self._inner[0]
+
+
+class FlatTask:
+    """A task with flat models. The whole final evaluation is made once, on the averaged model."""
+
+    def __init__(self, task: Any, model: Any = None):
+        self._task, self._model = task, model or task.model
+        self._judged = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def model(self, seed: int) -> nn.Module:
+        return Flat(self._model(seed))
+
+    def evaluate(self, model: Flat, *, final: bool = False) -> dict[str, float]:
+        whole = final and not self._judged
+        self._judged = self._judged or final
+        found: dict[str, float] = self._task.evaluate(model.unpacked(), final=whole)
+        return found
+
+
+def small_translate(task: Any) -> Any:
+    """A transformer with one layer on either side, width 64."""
+    from gossamer.recipes.data.subwords import PAD
+    from gossamer.recipes.models.transformer import Size, Transformer
+    from gossamer.recipes.task import seeded
+
+    def model(seed: int) -> nn.Module:
+        with seeded(seed):
+            return Transformer(task._subwords.size, Size(1, 64, 4, 256), norm="pre", dropout=0.0, pad=PAD)
+
+    return model
+
+
+_tasks: dict[str, Any] = {}
+
+
+def task_of(config: RunConfig) -> Any:
+    """Data is read once a process."""
+    key = json.dumps([config.task, config.options], sort_keys=True)
+    if key not in _tasks:
+        _tasks[key] = make_task(config.task, config.options)
+    task = _tasks[key]
+    return FlatTask(task, small_translate(task) if config.task == "translate" else None)
+
+
+def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Train as the configuration says, unless the file has it; what came out, {"diverged": why} included."""
+    if file.exists():
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+    torch.set_num_threads(1)
+    config = make_config({"virtual": True, "batched": "on", **values})
+    method, task = parse(config.method), task_of(config)
+    clock, _ = simulated(method, config, described_cluster("a40", config.per_node))
+    began = time.process_time()
+    crew = make_crew(config, task, method, file.parent, 0, None)
+    gradients, _ = choose(task, config, crew.replicas)
+    rows: list[dict[str, Any]] = []
+    outcome: dict[str, Any] = {"step_seconds": clock["step_seconds"]}
+    progress = Progress()
+    try:
+        with sdpa_kernel(SDPBackend.MATH):  # vmap knows its operations and would loop over the fused ones
+            train(
+                task,
+                crew,
+                config,
+                gradients,
+                progress=progress,
+                log=rows.append,
+                save=lambda now: None,
+                stop=StopHere(),
+                clock=lambda steps: float(steps * clock["step_seconds"]),
+            )
+        last = progress.evaluation
+        outcome |= {"final": last["averaged"], "local": last["local"], "spread": last["consensus_distance"]}
+    except Diverged as error:
+        outcome["diverged"] = str(error)
+    outcome["evaluations"] = [
+        [r["step"], round(r["averaged"]["loss"], 5), round(r["consensus_distance"], 6)] for r in rows if "averaged" in r
+    ]
+    outcome["curve"] = _curve([r["loss"] for r in rows if "lr" in r], config.steps)
+    outcome["parameters"] = sum(p.numel() for p in crew.replicas[0].model.parameters())
+    outcome["config"] = {k: v for k, v in config.model_dump(mode="json").items() if k in _SAID}
+    outcome["cpu_seconds"] = round(time.process_time() - began, 1)
+    crew.close()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    half = file.with_suffix(".part")
+    half.write_text(json.dumps(outcome))
+    half.rename(file)
+    return outcome
+
+
+_SAID = {"method", "seed", "lr", "steps", "per_node", "betas", "accumulate", "betas_per", "exact_inside"}
+_SAID |= {"average_every", "schedule", "warmup", "clip", "options"}
+
+
+def _curve(losses: list[float], steps: int) -> list[list[float]]:
+    """(step, mean training loss since the point before), at most POINTS of them."""
+    size = max(1, math.ceil(steps / POINTS))
+    starts = range(0, len(losses) - size + 1, size)
+    return [[at + size, round(sum(losses[at : at + size]) / size, 5)] for at in starts]
