@@ -21,11 +21,13 @@ def advise(
     per_node: PerNode = None,
     n: N = None,
     model_mb: Annotated[float | None, typer.Option(metavar="S", help="Parameters in MB (1e6 bytes).")] = None,
-    steps: Annotated[int, typer.Option(help="Steps to simulate for each method.")] = 120,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps to simulate for each method.", show_default="120; 60 beyond 64 workers")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the compute times.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Rank every topology, wire and algorithm for a cluster, and recommend one, or DDP."""
+    """Rank every topology, algorithm, wire and bucket plan for a cluster, and recommend one, or DDP."""
     from rich.text import Text  # a method's colons are no emoji
 
     from gossamer.cli.simulate import cluster_from
@@ -36,11 +38,13 @@ def advise(
         print_json(advice.to_dict())
         return
     chosen = advice.recommendation
-    rows = table("method", "ms", "saving", "to 1e-3", "memory")
-    shown = [r for i, r in enumerate(advice.table) if i < SHOWN or r.method.startswith("ddp")]
+    rows = table("method", "ms", "saving", "to 1e-3", "memory", "options")
+    shown = [r for i, r in enumerate(advice.table) if i < SHOWN or r.ddp]
     for r in shown:
         mixed = "-" if r.seconds_to_1e3 is None else f"{r.seconds_to_1e3:.2g} s"
-        rows.add_row(Text(r.method), f"{r.step_time * 1e3:.1f}", f"{r.saving:.1%}", mixed, f"+{r.memory:g}")
+        options = {"algorithm": r.algorithm} if r.algorithm == "atc" else {}
+        said = ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in (options | r.options).items())
+        rows.add_row(Text(r.method), f"{r.step_time * 1e3:.1f}", f"{r.saving:.1%}", mixed, f"+{r.memory:g}", said)
     changes = table("if there were", "ddp ms", "ms", "saving", "")
     for s in advice.sensitivity:
         cells = (f"{s['ddp_step_time'] * 1e3:.1f}", f"{s['step_time'] * 1e3:.1f}", f"{s['saving']:.1%}")

@@ -44,7 +44,10 @@ def simulate_async(
         for k in range(min(trace_steps, steps)):
             spans.append(Span("compute", i, float(ends[k, i] - compute[k, i]), float(ends[k, i]), {"step": k}))
     until = max((s.end for s in spans), default=0.0)
-    exchanges = _exchanges(topology, neighbors, seconds, float(compute.mean()), rate, horizon, rng, spans, until)
+    done, crossed = _exchanges(topology, neighbors, seconds, float(compute.mean()), rate, horizon, rng, spans, until)
+    node = topology.layout.node
+    away = sum(sum(node[j] != node[i] for j in peers) / len(peers) for i, peers in enumerate(neighbors) if peers)
+    wanted = away / n * rate / 2 * float(counts.sum())
     spans.sort(key=lambda s: (s.start, s.worker))
     rates = counts / horizon
     return Result(
@@ -53,7 +56,8 @@ def simulate_async(
         durations=compute.ravel(),
         spans=tuple(spans),
         rates=rates,
-        exchange_rate=2 * exchanges / float(counts.sum()),
+        exchange_rate=2 * done / float(counts.sum()),
+        crossing=crossed / wanted if wanted else 1.0,
     )
 
 
@@ -67,17 +71,18 @@ def _exchanges(
     rng: np.random.Generator,
     spans: list[Span],
     until: float,
-) -> int:
-    """How many pairwise exchanges end before the horizon; those before `until` are added to the spans."""
+) -> tuple[int, int]:
+    """How many pairwise exchanges end before the horizon, and how many of them across nodes; those before `until` are
+    added to the spans."""
     if rate == 0 or topology.n == 1:
-        return 0
+        return 0, 0
     node = topology.layout.node
     idle = [True] * topology.n
     load = [0] * topology.layout.nodes
     # both ends of an exchange count, so each worker starts half of `rate`
     events = [(float(t), 0, i, -1) for i, t in enumerate(rng.exponential(2 * unit / rate, topology.n))]
     heapq.heapify(events)
-    done = 0
+    done = crossed = 0
     while events and events[0][0] < horizon:
         now, kind, i, j = heapq.heappop(events)
         if kind == 1:
@@ -85,6 +90,7 @@ def _exchanges(
             if node[i] != node[j]:
                 load[node[i]] -= 1
                 load[node[j]] -= 1
+                crossed += 1
             done += 1
             continue
         heapq.heappush(events, (now + float(rng.exponential(2 * unit / rate)), 0, i, -1))
@@ -104,7 +110,7 @@ def _exchanges(
         if now < until:
             for a, b in ((i, j), (j, i)):
                 spans.append(Span("exchange", a, now, end, {"round": done, "bucket": 0, "peer": b}))
-    return done
+    return done, crossed
 
 
 def _edges(topology: Topology, costs: Costs) -> tuple[list[list[int]], dict[tuple[int, int], tuple[float, float]]]:

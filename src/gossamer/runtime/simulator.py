@@ -69,6 +69,7 @@ class Result:
     spans: tuple[Span, ...] = ()
     rates: Floats = field(default_factory=lambda: np.empty(0))  # steps a second of each worker
     exchange_rate: float = 1.0  # exchanges a worker takes part in, per step
+    crossing: float = 1.0  # asynchronous: exchanges across nodes, of those that would be without waiting for links
 
     @property
     def waiting(self) -> float:
