@@ -30,6 +30,7 @@ from gossamer.errors import GossamerError, InputError
 FORMAT = 2
 MANIFEST = "manifest.json"
 ABANDONED = "abandoned"
+HELD = {"model", "optimizer", "gossip", "mixed", "random", "extra"}  # of a worker
 _STEP = re.compile(r"step-(\d{8,12})")
 _CHUNK = 2**20
 
@@ -217,7 +218,7 @@ def latest_in(folder: Path) -> int:
     """The newest complete checkpoint's step."""
     found = steps_in(folder)
     if not found:
-        raise InputError(f"{folder} holds no complete checkpoint; start anew, and save some")
+        raise InputError(f"{folder} holds no complete checkpoint; save some first (gossamer train: --checkpoint-every)")
     return found[-1]
 
 
@@ -251,7 +252,7 @@ def read_part(folder: Path, manifest: Manifest, worker: int) -> dict[str, Any]:
         if digest.hexdigest() != part.sha256:
             raise _Bad("its content is not what was written (the checksum differs)")
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(state, dict) or not {"model", "optimizer", "gossip", "extra"} <= state.keys():
+        if not isinstance(state, dict) or not state.keys() >= HELD:
             raise _Bad("it is no worker's state")
     except Exception as error:  # torch raises whatever its reader met
         raise GossamerError(_cannot(path, error)) from error

@@ -109,10 +109,10 @@ def blend(states: Sequence[State], weights: Sequence[float]) -> State:
     main = states[at]
     if len(states) == 1:
         return {**main, "model": values_of(main)}
-    mixed = main.get("mixed")
+    mixed = main["mixed"]
     return {
         **main,
-        "model": blend_models([values_of(s) for s in states], weights, at, mixed),
+        "model": _blend_models([values_of(s) for s in states], weights, at, kept_local(main)),
         "optimizer": [
             _blend_optimizers([s["optimizer"][o] for s in states], weights, at, mixed and mixed["optimizers"][o])
             for o in range(len(main["optimizer"]))
@@ -120,14 +120,21 @@ def blend(states: Sequence[State], weights: Sequence[float]) -> State:
     }
 
 
-def blend_models(models: Sequence[State], weights: Sequence[float], at: int, mixed: State | None) -> State:
-    local = set() if mixed is None else set(mixed["local"])
-    names = {n for lane in mixed["lanes"] for _, places in lane for p in places for n in p[0]} if mixed else set()
-    found = {}
-    for name, value in models[at].items():
-        keep = name in local or (mixed is not None and mixed["buffers"] == "local" and name not in names)
-        found[name] = value if keep else _average([m[name] for m in models], weights, at)
-    return found
+def kept_local(state: State) -> set[str]:
+    """What every worker has for itself: parameters that are not mixed, and the buffers with buffers="local"."""
+    mixed = state["mixed"]
+    if mixed is None:
+        return set()
+    names = {n for lane in mixed["lanes"] for _, places in lane for p in places for n in p[0]}
+    local = set(mixed["local"])
+    return local if mixed["buffers"] == "average" else local | (set(state["model"]) - names)
+
+
+def _blend_models(models: Sequence[State], weights: Sequence[float], at: int, local: set[str]) -> State:
+    return {
+        name: value if name in local else _average([m[name] for m in models], weights, at)
+        for name, value in models[at].items()
+    }
 
 
 def _blend_optimizers(saved: Sequence[State], weights: Sequence[float], at: int, mixed: list[int] | None) -> State:

@@ -259,7 +259,8 @@ class Checkpoints:
         self._collect()
         newest = self.latest()
         chosen = crew.share(str(-1 if newest is None else newest) if step is None else str(step))[0]
-        problem, same, states, manifest = "", False, [], None
+        problem: GossamerError | None = None
+        same, states, manifest = False, [], None
         try:
             if chosen == "-1":
                 files.latest_in(self.folder)
@@ -269,10 +270,10 @@ class Checkpoints:
             for at, state in enumerate(states):
                 _put(state, crew.models[at], crew.optimizers[at])
         except GossamerError as error:
-            problem = str(error)
-        everywhere = crew.share(problem)
-        if problem:
-            raise GossamerError(problem)
+            problem = error
+        everywhere = crew.share("" if problem is None else str(problem))  # or the others would wait for this worker
+        if problem is not None:
+            raise problem
         for worker, said in enumerate(everywhere):
             if said:
                 raise GossamerError(f"worker {worker}: {said}")

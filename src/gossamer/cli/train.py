@@ -11,7 +11,7 @@ import typer
 from gossamer.cli.options import command_app
 from gossamer.cli.output import print_json, print_rich
 from gossamer.cli.run_options import EXTRA, RunFlags, with_run_flags
-from gossamer.errors import InputError
+from gossamer.errors import GossamerError, InputError
 
 if TYPE_CHECKING:
     from gossamer.recipes.config import RunConfig
@@ -107,7 +107,7 @@ def _resumed(folder: Path, flags: RunFlags, launched: tuple[int, ...] | None = N
 def _join(flags: RunFlags, decided: dict[str, Any], resume: Path | None, board: bool) -> None:
     """One worker of a job that a launcher started. Worker 0 makes the folder, which all must see."""
     from gossamer.cli.training import interrupts, make_task_for, start, train_here, watchers
-    from gossamer.comm.world import join_world, leave_world, wait_for_all, workers_per_node
+    from gossamer.comm.world import join_world, leave_world, said_by_first, workers_per_node
     from gossamer.recipes import stop
     from gossamer.recipes.run import read_config
 
@@ -119,13 +119,18 @@ def _join(flags: RunFlags, decided: dict[str, Any], resume: Path | None, board: 
     if resume is None:
         config = flags.configured(per_node=places, virtual=False, **decided)
         made = make_task_for(config)  # on every worker: bad input ends all of them, and nobody waits
+    problem = ""
     if rank == 0:
         stop.clear(folder)
-        if resume is None:
-            start(config, folder, made, None, None)
-        else:
-            _resumed(folder, flags, places)
-    wait_for_all()
+        try:
+            if resume is None:
+                start(config, folder, made, None, None)
+            else:
+                _resumed(folder, flags, places)
+        except GossamerError as error:
+            problem = str(error)
+    if problem := said_by_first(problem):
+        raise InputError(problem)
     config, content = read_config(folder)
     quiet = flags.as_json or rank > 0
     watch, display = watchers(folder, config, content["method"], content["unit"], board and rank == 0, quiet)
