@@ -62,6 +62,7 @@ def test_the_probe_records_steps_and_size(tmp_path):
     said = read_compute(str(tmp_path / "compute.json"))
     assert len(said["samples"]) == 3  # six steps have five gaps, two of which are warm-up
     assert said["model_mb"] == pytest.approx(4e-3)
+    assert 0 < said["update_seconds"] < 1
     optimizer.step()  # its hooks are gone
     assert len(read_compute(str(tmp_path / "compute.json"))["samples"]) == 3
 
@@ -77,9 +78,11 @@ def test_compute_from_a_trace_and_from_a_number(tmp_path):
         for step in range(4):
             writer.record("forward", step, step + 0.1, step=step)
             writer.record("backward", step + 0.1, step + 0.3, step=step)
-            writer.record("wait", step + 0.3, step + 0.9, step=step)
+            writer.record("wait", step + 0.3, step + 0.8, step=step)
+            writer.record("step", step + 0.8, step + 0.9, step=step)
     assert read_compute(str(tmp_path))["seconds"] == pytest.approx(0.3)
     assert len(read_compute(str(tmp_path))["samples"]) == 3
+    assert read_compute(str(tmp_path))["update_seconds"] == pytest.approx(0.1)
     assert read_compute("0.25") == {"seconds": 0.25}
 
 

@@ -196,6 +196,23 @@ def test_every_atc_and_staleness():
         Policy(every=0)
 
 
+def test_nothing_overlaps_the_update():
+    """10 MB/s, 4 MB: 0.6 s on the links in a complete round. 0.05 s of update come on top of whatever is longer."""
+    one = Policy(buckets=1, stagger=False)
+    compute = {"seconds": 0.1, "update_seconds": 0.05}
+    for method, policy, plain in (
+        ("dadam:complete", one, 0.6),
+        ("dadam:complete", replace(one, combine="atc"), 0.7),
+        ("dadam:complete", replace(one, every=4), (0.6 + 3 * 0.1) / 4),
+        ("ddp", None, step("ddp", None)),
+        ("ad-psgd:ring", None, 0.1),
+    ):
+        assert step(method, policy, compute=compute) == pytest.approx(plain + 0.05, rel=0.01)
+    stale = step("dadam:complete", replace(one, staleness=2), compute=compute)
+    assert stale == pytest.approx((0.6 + 0.05) / 3, rel=0.01)  # two updates lie within the exchange
+    assert predict("ddp", cluster(compute=compute), steps=20).compute_time == pytest.approx(0.15)
+
+
 def test_slow_pair_costs_only_those_who_use_it():
     links = {"inter": {"bandwidth_gbps": 0.08}, "intra": {"bandwidth_gbps": 80}}
     slow = {**links, "pairs": [{"nodes": [0, 1], "bandwidth_gbps": 0.02}]}
@@ -231,7 +248,8 @@ def test_same_seed_same_times():
 
 
 def test_spans_tile_every_workers_time():
-    setting = cluster(compute={"seconds": 0.1, "jitter": "gaussian:0.2"}, model={"mb": 4})
+    compute = {"seconds": 0.1, "jitter": "gaussian:0.2", "update_seconds": 0.01}
+    setting = cluster(compute=compute, model={"mb": 4})
     for method in ("dadam:aer", "ddp", "dadam:ring-static"):
         spans = predict(method, setting, steps=40, trace_steps=5).spans
         for worker in range(8):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch.optim import Optimizer
 
 from gossamer.comm import clock
@@ -17,28 +19,39 @@ from gossamer.errors import InputError
 class probe:
     """`with gossamer.probe(optimizer, "compute.json"): ...` around a training loop on one worker.
 
-    Records the time from the end of a step to the beginning of the next (data, forward, backward), and the size of the
-    optimizer's parameters. Run it without DDP, whose all-reduce hides in the backward pass. `gossamer probe --compute
-    compute.json` puts the samples into a cluster file.
+    Records the time from the end of `optimizer.step()` to its next beginning (data, forward, backward), how long it
+    takes itself (no exchange overlaps it), and the size of the optimizer's parameters. Run it without DDP, whose
+    all-reduce hides in the backward pass. `gossamer probe --compute compute.json` puts the samples into a cluster file.
     """
 
     def __init__(self, optimizer: Optimizer, path: str | os.PathLike[str], *, warm_up: int = 2):
         self._optimizer, self._path, self._warm_up = optimizer, Path(path), warm_up
         self.samples: list[float] = []
+        self.updates: list[float] = []
         self._since: float | None = None
+        self._begun: float | None = None
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Self:
         def before(*_: Any) -> None:
+            self._begun = self._now()
             if self._since is not None:
-                self.samples.append(clock() - self._since)
+                self.samples.append(self._begun - self._since)
                 self._since = None
 
         def after(*_: Any) -> None:
-            self._since = clock()
+            self._since = self._now()
+            if self._begun is not None:
+                self.updates.append(self._since - self._begun)
 
         self._hooks = [self._optimizer.register_step_pre_hook(before), self._optimizer.register_step_post_hook(after)]
         return self
+
+    def _now(self) -> float:
+        """The clock, when what was given to a GPU is done: else its work would be charged to whoever waits for it."""
+        if any(p.is_cuda for g in self._optimizer.param_groups for p in g["params"]):
+            torch.cuda.synchronize()
+        return clock()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -52,7 +65,8 @@ class probe:
             raise InputError(
                 f"the probe saw {len(self.samples)} step(s) and leaves out the first {self._warm_up}; train for more"
             )
+        update = statistics.mean(self.updates[self._warm_up :])
         parameters = [p for g in self._optimizer.param_groups for p in g["params"]]
         size = sum(p.numel() * p.element_size() for p in parameters)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps({"samples": kept, "model_mb": size / 1e6}) + "\n")
+        self._path.write_text(json.dumps({"samples": kept, "update_seconds": update, "model_mb": size / 1e6}) + "\n")

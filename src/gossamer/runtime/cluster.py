@@ -69,7 +69,8 @@ class Compute(Part):
 
     `jitter` is a distribution around the mean; `samples`, measured step times in seconds, replace it. `per_worker`
     are means for unequal workers. With `reference_workers` the global batch is fixed (strong scaling): `seconds` holds
-    for that many workers and all but `fixed_seconds` of it is divided among more.
+    for that many workers and all but `fixed_seconds` of it is divided among more. `update_seconds` is the optimizer's
+    own part of a step: it comes after the exchange has arrived, so nothing overlaps it.
     """
 
     seconds: Positive
@@ -78,6 +79,7 @@ class Compute(Part):
     samples: tuple[Positive, ...] | None = None
     reference_workers: Annotated[int, Field(ge=1)] | None = None
     fixed_seconds: NotNegative = 0.0
+    update_seconds: NotNegative = 0.0
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

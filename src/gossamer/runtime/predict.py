@@ -92,18 +92,18 @@ def predict(
         costs: AbstractCosts | ClusterCosts = AbstractCosts(
             layout, setting.gamma, setting.omega, method.wire, policy.hierarchical
         )
-        share = setting.backward_share
+        share, update = setting.backward_share, 0.0
     else:
         draws = setting.compute.draw(layout.n, room, seed)
         costs = ClusterCosts(setting, method.wire, policy.hierarchical, method.package == "decent-dp")
-        share = setting.ddp.backward_share
+        share, update = setting.ddp.backward_share, setting.compute.update_seconds
     if method.algorithm == "ddp":
         shares = ddp_shares(setting, policy.buckets)
-        return simulate_ddp(costs, draws, shares, backward_share=share, trace_steps=trace_steps)
+        return simulate_ddp(costs, draws, shares, backward_share=share, update=update, trace_steps=trace_steps)
     topology = build(method.topology or "", layout)
     if method.asynchronous:
-        return simulate_async(topology, costs, draws, rate=rate, seed=seed, trace_steps=trace_steps)
-    return simulate(Schedule(topology), costs, draws, policy, rounds=steps, trace_steps=trace_steps)
+        return simulate_async(topology, costs, draws + update, rate=rate, seed=seed, trace_steps=trace_steps)
+    return simulate(Schedule(topology), costs, draws, policy, rounds=steps, update=update, trace_steps=trace_steps)
 
 
 def predicted_trace(method: Method | str, setting: Setting, result: Result) -> Trace:
@@ -113,7 +113,7 @@ def predicted_trace(method: Method | str, setting: Setting, result: Result) -> T
 
 def derived(setting: Cluster) -> dict[str, float]:
     """γ, ω and σ² of a cluster: all-reduce over compute, an AER exchange between two nodes over all-reduce, jitter."""
-    compute = float(setting.compute.means(setting.layout.n).mean())
+    compute = float(setting.compute.means(setting.layout.n).mean()) + setting.compute.update_seconds
     costs = ClusterCosts(setting)
     allreduce = costs.allreduce(1.0)
     layout = setting.layout

@@ -64,18 +64,18 @@ def read_compute(source: str | None) -> dict[str, Any]:
     except ValueError:
         path = Path(source)
     if path.is_dir():
-        samples = _from_trace(path)
-        return _distribution(samples, {})
+        return _from_trace(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         samples = [float(s) for s in data["samples"]]
+        more = {k: float(data[k]) for k in ("model_mb", "update_seconds") if k in data}
     except OSError as error:
         raise InputError(f"cannot read compute times from {source!r}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError):
         raise InputError(
             f"{source!r} holds no compute times; it should be written by gossamer.probe(optimizer, {source!r})"
         ) from None
-    return _distribution(samples, {"model_mb": data["model_mb"]} if "model_mb" in data else {})
+    return _distribution(samples, more)
 
 
 def _distribution(samples: list[float], more: dict[str, Any]) -> dict[str, Any]:
@@ -85,11 +85,16 @@ def _distribution(samples: list[float], more: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": statistics.mean(samples), "samples": [float(f"{s:.5g}") for s in kept], **more}
 
 
-def _from_trace(folder: Path) -> list[float]:
-    """Forward plus backward of every step of every worker, but the first."""
+def _from_trace(folder: Path) -> dict[str, Any]:
+    """Forward plus backward, and the optimizer's update, of every step of every worker but the first."""
     steps: dict[tuple[int, int], float] = {}
+    updates = []
     for span in merge(folder).spans:
-        if span.category in ("compute", "forward", "backward") and span.attrs.get("step", 0) > 0:
+        if span.attrs.get("step", 0) == 0:
+            continue
+        if span.category == "step":
+            updates.append(span.seconds)
+        elif span.family == "compute":
             key = (span.worker, int(span.attrs["step"]))
             steps[key] = steps.get(key, 0.0) + span.seconds
-    return list(steps.values())
+    return _distribution(list(steps.values()), {"update_seconds": statistics.mean(updates)} if updates else {})

@@ -36,6 +36,13 @@ class Recorder:
                 begin = float(start[i])
                 self.spans.append(Span("compute", int(i), begin, begin + float(seconds[i]), {"step": int(step[i])}))
 
+    def update(self, step: Ints, start: Floats, seconds: float, only: np.ndarray | None = None) -> None:
+        """The optimizer's part of a step."""
+        for i in (range(self.layout.n) if only is None else np.flatnonzero(only)) if seconds else ():
+            if step[i] < self.steps:
+                begin = float(start[i])
+                self.spans.append(Span("step", int(i), begin, begin + seconds, {"step": int(step[i])}))
+
     def exchange(self, k: int, bucket: int, exchange: Exchange, started: Floats, end: Floats) -> None:
         if k != self._round:
             self._round, self._flights = k, []
@@ -64,8 +71,10 @@ class Recorder:
                 link = f"{nodes[0]}-{nodes[1]}"
                 self.spans.append(Span("wait", int(i), arrived, stop, {**attrs, "link": link}))
 
-    def ddp_step(self, k: int, begin: float, end: float, compute: Floats, ready_at: Floats, cost: Floats) -> None:
-        """One step of DDP: everyone waits for the slowest worker, then for the all-reduce."""
+    def ddp_step(
+        self, k: int, begin: float, end: float, compute: Floats, ready_at: Floats, cost: Floats, update: float
+    ) -> None:
+        """One step of DDP: everyone waits for the slowest worker, then for the all-reduce, then updates."""
         slowest = int(compute.argmax())
         last = begin + float(compute[slowest])
         free = begin
@@ -88,6 +97,8 @@ class Recorder:
                 self.spans.append(Span("wait", i, done, last, {"step": k, "peer": slowest}))
             if end > last + TINY:
                 self.spans.append(Span("wait", i, max(done, last), end, {"step": k, "link": "all"}))
+            if update:
+                self.spans.append(Span("step", i, end, end + update, {"step": k}))
 
     def close(self) -> None:
         """Drop what belongs to steps nobody asked for, and put the spans in order of time."""

@@ -5,9 +5,10 @@ ends step k at
 
     u_i(k) = max{ u_i(k-1) + X_i(k),  max over its exchanges of  max_{j in G_i(k)} u_j(k-1) + C_i(k) }
 
-because the exchange of the values after step k-1 runs during step k's compute X_i(k) and is needed at its end. The
-step time is the growth of u a step. Buckets are launched together, at most `in_flight` at once, each by its own round
-when staggered. Exchanges share their nodes' network interfaces: an interface serves what is there in equal parts.
+because the exchange of the values after step k-1 runs during step k's compute X_i(k) and is needed at its end; the
+optimizer's update comes after that and is added. The step time is the growth of u a step. Buckets are launched
+together, at most `in_flight` at once, each by its own round when staggered. Exchanges share their nodes' network
+interfaces: an interface serves what is there in equal parts.
 
 Approximations: a transfer is served by both ends' interfaces independently and ends when both are done; between
 steps an interface keeps a backlog of work, not of single transfers; a step mixes all buckets or none (staleness).
@@ -174,9 +175,17 @@ class Wave:
 
 
 def simulate(
-    schedule: Schedule, costs: Costs, compute: Floats, policy: Policy, *, rounds: int, trace_steps: int = 0
+    schedule: Schedule,
+    costs: Costs,
+    compute: Floats,
+    policy: Policy,
+    *,
+    rounds: int,
+    update: float = 0.0,
+    trace_steps: int = 0,
 ) -> Result:
-    """Run `rounds` exchanges of gossip; `compute` is [steps, workers] with room for all steps they take."""
+    """Run `rounds` exchanges of gossip; `compute` is [steps, workers] with room for all steps they take, `update` the
+    optimizer's seconds at the end of each."""
     schedule = replace(
         schedule, stagger=policy.stagger, hierarchical=policy.hierarchical, average_every=policy.average_every
     )
@@ -196,6 +205,11 @@ def simulate(
         taken.__iadd__(1)
         return times
 
+    def updated(only: np.ndarray | None = None) -> Floats:
+        if recorder is not None:
+            recorder.update(taken - 1, u, update, only)
+        return u + update if only is None else np.where(only, u + update, u)
+
     for k in range(rounds):
         if recorder is not None and taken.min() >= trace_steps:
             recorder.close()
@@ -203,6 +217,7 @@ def simulate(
         if policy.combine == "atc":
             for _ in range(policy.every):
                 u = u + work()
+                u = updated()
             end = network.run(k, u, recorder)
             if recorder is not None:
                 recorder.wait(k, taken - 1, u, end)
@@ -214,6 +229,7 @@ def simulate(
                 late = end > u
                 if not late.any():
                     break
+                u = updated(late)
                 times = compute[taken, everyone]
                 if recorder is not None:
                     recorder.compute(taken, u, times, only=late)
@@ -222,15 +238,17 @@ def simulate(
             if recorder is not None:
                 recorder.wait(k, taken - 1, u, end)
             u = np.maximum(u, end)
+            u = updated()
             for _ in range(policy.every - 1):
                 u = u + work()
+                u = updated()
         history[k + 1], steps[k + 1] = u, taken
     if recorder is not None:
         recorder.close()
         spans = recorder.spans
     elif not trace_steps:
         spans = []
-    return _result(history, steps, compute, tuple(spans))
+    return _result(history, steps, compute + update, tuple(spans))
 
 
 def _result(history: Floats, steps: np.ndarray, compute: Floats, spans: tuple[Span, ...]) -> Result:
@@ -250,24 +268,30 @@ def _result(history: Floats, steps: np.ndarray, compute: Floats, spans: tuple[Sp
 
 
 def simulate_ddp(
-    costs: Costs, compute: Floats, shares: Floats, *, backward_share: float = 2 / 3, trace_steps: int = 0
+    costs: Costs,
+    compute: Floats,
+    shares: Floats,
+    *,
+    backward_share: float = 2 / 3,
+    update: float = 0.0,
+    trace_steps: int = 0,
 ) -> Result:
     """Torch's DDP: bucket b, `shares[b]` of the model, is all-reduced once all workers' gradients for it are ready.
 
     Gradients appear evenly over the last `backward_share` of a step; all-reduces run one after another. A step ends
-    when the slowest worker and the last all-reduce have ended, on all workers together.
+    when the slowest worker and the last all-reduce have ended, and the optimizer's `update`, on all workers together.
     """
     cost = np.array([costs.allreduce(s) for s in shares])
     ready_at = 1 - backward_share + backward_share * np.cumsum(shares)
     slowest = compute.max(axis=1)
     tail = np.cumsum(cost[::-1])[::-1]  # this bucket's all-reduce and all later ones
-    durations = np.maximum(slowest, (slowest[:, None] * ready_at + tail).max(axis=1))
+    durations = np.maximum(slowest, (slowest[:, None] * ready_at + tail).max(axis=1)) + update
     spans: list[Span] = []
     if trace_steps:
         recorder = Recorder(costs.layout, trace_steps)
         begin = np.concatenate([[0.0], np.cumsum(durations)])
         for k in range(min(trace_steps, len(durations))):
-            recorder.ddp_step(k, begin[k], begin[k + 1], compute[k], ready_at, cost)
+            recorder.ddp_step(k, begin[k], begin[k + 1] - update, compute[k], ready_at, cost, update)
         spans = recorder.spans
     mean = float(durations.mean())
-    return Result(mean, float(compute.mean()), durations, tuple(spans), np.full(compute.shape[1], 1 / mean))
+    return Result(mean, float(compute.mean()) + update, durations, tuple(spans), np.full(compute.shape[1], 1 / mean))
