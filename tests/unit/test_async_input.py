@@ -26,8 +26,8 @@ def test_the_mean_is_conserved_and_workers_approach_each_other(algorithm, topolo
     cluster, gossips, _, optimizers = cluster_of(6, topology=topology, algorithm=algorithm, wire=wire, rate=2.0)
 
     def total():
-        lanes = [g.lanes[0] for g in gossips]
-        return sum((sum(a.double() for a in (*x.x, *(x.x_tilde or x.x))) for x in lanes), torch.zeros(()))
+        states = [g.lanes[0].state for g in gossips]
+        return sum((sum(a.double() for a in (*s.x, *(s.x_tilde or s.x))) for s in states), torch.zeros(()))
 
     before, first = total(), cluster.consensus_distance()
     for _ in range(60):
@@ -43,13 +43,13 @@ def test_the_mean_is_conserved_and_workers_approach_each_other(algorithm, topolo
 def test_a_pair_gains_what_it_loses(algorithm, wire):
     cluster, gossips, *_ = cluster_of(2, algorithm=algorithm, wire=wire)
     lanes = [g.lanes[0] for g in gossips]
-    for event, _ in zip(lanes[0].events.stream(), range(20), strict=False):
-        before = [lane.x[0].double() for lane in lanes]
+    for event, _ in zip(lanes[0].agenda.events.stream(), range(20), strict=False):
+        before = [lane.state.x[0].double() for lane in lanes]
         jobs = [lane.begin(event) for lane in lanes]
-        mixed = [lane.x[0].double() for lane in lanes]  # after Mix, before the exchange
+        mixed = [lane.state.x[0].double() for lane in lanes]  # after Mix, before the exchange
         for lane, launched in zip(lanes, jobs, strict=True):
             lane.end(event, launched)
-        after = [lane.x[0].double() for lane in lanes]
+        after = [lane.state.x[0].double() for lane in lanes]
         scale = max(x.abs().max() for x in before)
         assert (after[0] + after[1] - mixed[0] - mixed[1]).abs().max() <= 4 * torch.finfo(torch.float32).eps * scale
     cluster.close()

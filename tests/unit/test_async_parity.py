@@ -61,11 +61,11 @@ class Pair:
 
     def check(self):
         for i, gossip in enumerate(self.gossips):
-            lane = gossip.lanes[0]
-            assert torch.equal(torch.cat(lane.x), self.dense.x[i])
+            state = gossip.lanes[0].state
+            assert torch.equal(torch.cat(state.x), self.dense.x[i])
             assert torch.equal(padded(self.models[i].ps), padded(self.dense.y[i]))
-            if lane.x_tilde is not None:
-                assert torch.equal(torch.cat(lane.x_tilde), self.dense.x_tilde[i])
+            if state.x_tilde is not None:
+                assert torch.equal(torch.cat(state.x_tilde), self.dense.x_tilde[i])
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

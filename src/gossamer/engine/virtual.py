@@ -203,8 +203,8 @@ class VirtualCluster:
         lanes = [lane for g in self.gossips if isinstance(lane := g.lanes[index], AsyncLane)]
         stream = self._streams.get(index)
         if stream is None:
-            begun = max(lane.started for lane in lanes)
-            stream = self._streams[index] = _Peekable(lanes[0].events.stream(after=begun))
+            begun = max(lane.agenda.started for lane in lanes)
+            stream = self._streams[index] = _Peekable(lanes[0].agenda.events.stream(after=begun))
         while (event := stream.next_until(time)) is not None:
             pair = (lanes[event.i], lanes[event.j])
             jobs = [lane.begin(event) for lane in pair]

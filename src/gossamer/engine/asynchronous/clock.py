@@ -1,0 +1,73 @@
+"""What time it is, in mean gradient times: by the wall, or virtual, where a gradient takes one unit."""
+
+from __future__ import annotations
+
+import statistics
+
+from gossamer.comm import clock
+
+
+class WallClock:
+    """Wall time in a unit that all workers agree on after their first steps; until then it stands still."""
+
+    def __init__(self) -> None:
+        self.start_at = 0.0  # the time at which it starts to run
+        self.unit: float | None = None  # seconds
+        self._origin = 0.0
+        self._laps: list[float] = []  # seconds that the first steps took
+        self._last = clock()
+
+    def now(self) -> float:
+        return self.start_at if self.unit is None else (clock() - self._origin) / self.unit
+
+    def until(self, time: float) -> float | None:
+        return None if self.unit is None else max(0.0, time - self.now()) * self.unit
+
+    def at(self, time: float) -> float:
+        return self.now()
+
+    def start(self, unit: float) -> None:
+        self.unit, self._origin = unit, clock() - self.start_at * unit
+
+    def rewind(self, time: float) -> None:
+        """A state of `time` was loaded."""
+        self.start_at = time
+        if self.unit is not None:
+            self.start(self.unit)
+
+    def lap(self) -> None:
+        """A step is done: before the unit is agreed, note how long it took."""
+        if self.unit is None:
+            self._laps.append(clock() - self._last)
+            self._last = clock()
+
+    def pause(self) -> None:
+        """What was done since the last step was not part of one."""
+        self._last = clock()
+
+    def laps(self) -> int:
+        return len(self._laps)
+
+    def mean_lap(self) -> float | None:
+        """Seconds a step, without the first, which also sets things up."""
+        return statistics.mean(self._laps[1:]) if len(self._laps) > 1 else None
+
+
+class VirtualClock:
+    """Moves when the worker steps, and events wait for it: runs repeat bit by bit."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.goal = 0.0  # how far events may go
+
+    def now(self) -> float:
+        return self.time
+
+    def until(self, time: float) -> float | None:
+        return 0.0 if time <= self.goal else None
+
+    def at(self, time: float) -> float:
+        return time
+
+    def load(self, time: float) -> None:
+        self.time = self.goal = time

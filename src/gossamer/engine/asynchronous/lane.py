@@ -1,0 +1,274 @@
+"""The training thread's side of asynchronous gossip: before and after a step, and collective calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.comm import Job, PeerError, Transport, clock
+from gossamer.engine.asynchronous.agenda import Agenda
+from gossamer.engine.asynchronous.clock import VirtualClock, WallClock
+from gossamer.engine.asynchronous.state import State
+from gossamer.engine.asynchronous.thread import EventThread
+from gossamer.engine.asynchronous.trade import Trade
+from gossamer.engine.lane import NUDGE_AFTER, Lane
+from gossamer.errors import GossamerError, InputError
+from gossamer.topology.events import Event, Events
+from gossamer.topology.rates import Rates
+
+
+class AsyncLane(Lane):
+    """One optimizer's state (x, x~), its step hooks, and the thread that exchanges."""
+
+    def begin_gossip(self, transport: Transport, events: Events, rates: Rates) -> None:
+        """Take over the parameters as they are now and start exchanging."""
+        settings = self.settings
+        accelerated = settings.algorithm == "a2cid2"
+        self._lock = threading.Condition()  # guards the state, the clock and the agenda
+        self.state = State(self.buckets, self.rank, events.topology.n, rates if accelerated else None, settings.rate)
+        self.clock = WallClock() if settings.clock == "wall" else VirtualClock()
+        wall = isinstance(self.clock, WallClock)
+        self.agenda = Agenda(events, self.rank, trial=wall and settings.pairing == "auto")
+        layout = self.schedule.topology.layout
+        self._trade = Trade(self.rank, layout, self.state, self._out, self.wire, self.channel, self.meter)
+        self.drive: Callable[[int, float], None] | None = None  # performs virtual workers' events up to a time
+        self.durations: Callable[[int], float] = lambda step: 1.0  # of a gradient, on the virtual clock
+        self.meter.sent.update(dict.fromkeys(sorted(set(events.neighbors(self.rank))), 0))  # no new keys while read
+        self._thread: EventThread | None = None
+        if transport.threaded and not self.alone:
+            self.agenda.rewind()
+            parts = (self.clock, self.agenda, self._trade, self.channel, transport, settings)
+            self._thread = EventThread(f"events-{self.index}", self._lock, *parts)
+
+    # -- a step ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def mix(self) -> None:
+        """Before the step: y <- x. The lock stays with the training thread until the step is done."""
+        self._computed()
+        self._let_go()  # a step that raised left it held
+        if isinstance(self.clock, VirtualClock):
+            self.reach(self.clock.time + self.durations(self.meter.steps))
+        self._hold_back()
+        self._lock.acquire()
+        try:
+            self._raise_failure()
+            self.state.show(self.clock.now())
+        except BaseException:
+            self._let_go()
+            raise
+        self._ready = True
+        self._mark = clock()
+
+    @torch.no_grad()
+    def stepped(self) -> None:
+        """After the step: its displacement y - x goes to x and to x~."""
+        self.state.displace()
+        if isinstance(self.clock, WallClock):
+            self.clock.lap()
+        self._lock.notify_all()
+        self._let_go()
+
+    def values(self) -> list[Tensor]:
+        return self.state.x
+
+    def total_steps(self) -> int:
+        """Steps of all workers, as far as this one has heard: it lags, so a budget is overshot a little."""
+        with self._lock:
+            return int(self.state.counts[0].sum())
+
+    def _let_go(self) -> None:
+        """Give up the lock, however often an interrupted call of this thread took it."""
+        with suppress(RuntimeError):
+            while True:
+                self._lock.release()
+
+    # -- waiting -----------------------------------------------------------------------------------------------
+
+    def _hold_back(self) -> None:
+        """Wait while this worker is more than `max_staleness` steps ahead of the slowest it knows of."""
+        bound = self.settings.max_staleness
+        if bound is None or self.alone:
+            return
+
+        def late() -> tuple[int, str]:
+            return self.state.slowest(), f"which is more than max_staleness={bound} steps behind"
+
+        with self._lock:
+            self._stand_still(lambda: self.state.ahead() <= bound, late)
+
+    def _stand_still(self, done: Callable[[], bool], late: Callable[[], tuple[int, str]]) -> None:
+        """Wait, with the lock, until `done` or a failure; `late` says for whom and why."""
+        if done():
+            return
+        since = clock()
+        peer, why = late()
+        while not self._lock.wait_for(lambda: self._failure() is not None or done(), NUDGE_AFTER):
+            peer, why = late()
+            if isinstance(self.clock, VirtualClock):
+                self._nudge(self.index, round(self.clock.goal))
+                if self.assist is not None:
+                    self.assist()
+            if clock() - since > self.settings.timeout:
+                raise PeerError(
+                    f"worker {self.rank} waited {clock() - since:.0f} s for worker {peer}, {why}; is it alive, and "
+                    "does it train as many steps? Raise timeout= if it really takes that long"
+                )
+        self._raise_failure()
+        self.meter.waited_total += clock() - since
+        self.meter.waited[peer] += clock() - since
+        self.meter.span("wait", since, clock(), peer=peer, step=self.meter.steps)
+
+    def _partner(self) -> tuple[int, str]:
+        assert self.agenda.next is not None
+        return self.agenda.partner(), f"its partner in event {self.agenda.next.number}"
+
+    def _failure(self) -> BaseException | None:
+        return None if self._thread is None else self._thread.failure
+
+    def _raise_failure(self) -> None:
+        failure = self._failure()
+        if failure is not None:
+            kind = type(failure) if isinstance(failure, GossamerError) else GossamerError
+            raise kind(str(failure)) from failure
+
+    # -- the virtual clock -------------------------------------------------------------------------------------
+
+    @property
+    def _virtual(self) -> VirtualClock:
+        assert isinstance(self.clock, VirtualClock)
+        return self.clock
+
+    @property
+    def virtual_time(self) -> float:
+        """When this worker's last step was, on the virtual clock."""
+        return self._virtual.time
+
+    def reach(self, time: float) -> None:
+        """Move the virtual clock to `time`, when all of this worker's events until then are done."""
+        if self.drive is not None:
+            self.drive(self.index, time)
+        elif self._thread is not None:
+            with self._lock:
+                self._virtual.goal = time
+                self._lock.notify_all()
+                self._stand_still(lambda: self.agenda.done_until(time), self._partner)
+        self._virtual.time, self.k = time, round(time)
+
+    def begin(self, event: Event) -> list[Job]:
+        """A virtual worker's part of an event: launch all of it."""
+        self.agenda.started = event.number
+        return [self._trade.greet(event, parked=False), *self._trade.send(event, event.time)]
+
+    def end(self, event: Event, jobs: list[Job]) -> None:
+        """Its partner has launched it too: take what arrived."""
+        self._trade.receive(event.time, jobs[1:])
+
+    def mix_only(self) -> None:
+        """Let a gradient's time pass without a step, so that others can go on."""
+        self.reach(self._virtual.time + 1.0)
+        self.meter.mix_only += 1
+
+    def serve(self) -> bool:
+        """The same if nothing has to be waited for; whether it was done."""
+        with self._lock:
+            goal = self._virtual.time + 1.0
+            self._virtual.goal = goal
+            self._lock.notify_all()
+            self._raise_failure()
+            if not self.agenda.done_until(goal):
+                return False
+            self._virtual.time, self.k = goal, round(goal)
+        self.meter.mix_only += 1
+        return True
+
+    # -- for collective calls ----------------------------------------------------------------------------------
+
+    def verify(self) -> None:
+        """Raise what ended the communication thread, if anything did."""
+        with self._lock:
+            self._raise_failure()
+
+    def freeze(self) -> int:
+        """Begin no further event; the number of the last one begun."""
+        with self._lock:
+            self.agenda.limit = self.agenda.started
+            return self.agenda.started
+
+    def run_to(self, number: int) -> None:
+        """Finish all own events up to `number` and stay there."""
+        with self._lock:
+            self.agenda.limit = number
+            self._lock.notify_all()
+            if self._thread is not None:
+                self._stand_still(lambda: self.agenda.done_through(number), self._partner)
+
+    def park(self) -> None:
+        """This worker takes no steps for now: nobody is to be held back by it."""
+        self._let_go()
+        with self._lock:
+            self._raise_failure()
+            if self._thread is not None:
+                self._thread.park(True)
+
+    def resume(self) -> None:
+        with self._lock:
+            self.agenda.limit = None
+            if isinstance(self.clock, WallClock):
+                self.clock.pause()
+            if self._thread is not None:
+                self._thread.park(False)
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """The parameters were written by the user: they are the state now."""
+        with self._lock:
+            self.state.adopt()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Inside a collective call: all events up to the limit are done, everywhere."""
+        with self._lock:
+            return {
+                "algorithm": self.settings.algorithm,
+                "steps": self.meter.steps,
+                "started": self.agenda.reached(),
+                "virtual": self.clock.time if isinstance(self.clock, VirtualClock) else 0.0,
+                "rounds": self.agenda.switched(),
+                **self.state.state_dict(),
+            }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken: after the same event, at its time, however long ago that was."""
+        if state.get("algorithm") != self.settings.algorithm:
+            raise InputError(
+                f"the state was saved by algorithm {state.get('algorithm', 'awc or atc')!r} and this run has "
+                f"{self.settings.algorithm!r}; resume with the same, or load only the model and the optimizer"
+            )
+        with self._lock:
+            self.meter.steps = state["steps"]
+            self.state.load_state_dict(state)
+            time = self.agenda.resume(state["started"], state["rounds"], live=self._thread is not None)
+            if isinstance(self.clock, VirtualClock):
+                self.clock.load(state["virtual"])
+                self.k = round(self.clock.time)
+            elif self._thread is not None:
+                self.clock.rewind(time)
+                self.state.time = time
+            self._lock.notify_all()
+
+    def close(self, drain: float) -> None:
+        self._let_go()
+        if self._thread is not None:
+            with self._lock:
+                self._thread.stop()
+        super().close(drain)  # ends an exchange that is still under way
+        if self._thread is not None:
+            self._thread.join()
+        with self._lock, torch.no_grad():
+            self.state.release()

@@ -1,0 +1,138 @@
+"""The true state of a worker under asynchronous gossip: x, x~, and the step counts it has heard of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.comm import Job
+from gossamer.engine.flat import Bucket
+from gossamer.topology.rates import Rates
+
+CHUNK = 2**16  # elements
+ALPHA = 0.5  # of an exchange, on x
+
+
+class State:
+    """x, x~ (None for AD-PSGD) and the counts. The caller of every method holds the lane's lock.
+
+    The model's parameters y, the buckets, are a copy of x that is refreshed when a step begins: forward and backward
+    read y undisturbed while x moves, and a step that raises leaves x and x~ as they were.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], rank: int, n: int, rates: Rates | None, rate: float):
+        """`rates` are A2CiD2's constants; None for AD-PSGD."""
+        self._y = [b.x for b in buckets]
+        self._rank = rank
+        self.eta, self.alpha_tilde = 0.0, ALPHA
+        self.x = [y.clone() for y in self._y]
+        self.x_tilde: list[Tensor] | None = None
+        if rates is not None and rates.eta is not None and rates.alpha_tilde is not None:
+            self.eta, self.alpha_tilde = rate * rates.eta, rates.alpha_tilde
+            self.x_tilde = [y.clone() for y in self._y]
+        self.sent = [torch.empty_like(y) for y in self._y] if n > 1 else []
+        self.counts = torch.zeros(2, n, dtype=torch.int64)  # steps known of each worker; the same, not held back
+        self.heard = torch.zeros(2, n, dtype=torch.int64)
+        self.time = 0.0  # until when Mix has been applied
+        # One temporary a dtype and device: a fresh one a chunk would fault in new pages each time.
+        self._spare = {(y.dtype, y.device): torch.empty(CHUNK, dtype=y.dtype, device=y.device) for y in self._y}
+
+    def show(self, now: float) -> None:
+        """Before a step: Mix, and y <- x."""
+        self.mix(now)
+        self.release()
+
+    def displace(self) -> None:
+        """After it: the displacement y - x goes to x and to x~."""
+        for b, whole in enumerate(self._y):
+            if self.x_tilde is None:
+                self.x[b].copy_(whole)
+                continue
+            for y, x, xt in _chunks(whole, self.x[b], self.x_tilde[b]):
+                xt.add_(torch.sub(y, x, out=self._temporary(y)))
+                x.copy_(y)
+        self.counts[:, self._rank] += 1
+
+    def mix(self, now: float) -> None:
+        """Mix(dt): x and x~ approach each other; their sum stays."""
+        elapsed, self.time = now - self.time, max(now, self.time)
+        if self.x_tilde is None or elapsed <= 0:
+            return
+        share = -math.expm1(-2 * self.eta * elapsed) / 2
+        for b in range(len(self.x)):
+            for x, xt in _chunks(self.x[b], self.x_tilde[b]):
+                d = torch.sub(xt, x, out=self._temporary(x)).mul_(share)
+                x.add_(d)
+                xt.sub_(d)
+
+    def depart(self, now: float) -> None:
+        """Mix, and note x as what is sent to a partner."""
+        self.mix(now)
+        for sent, x in zip(self.sent, self.x, strict=True):
+            sent.copy_(x)
+
+    def arrive(self, now: float, jobs: Sequence[Job]) -> None:
+        """Mix, then x -= m / 2 and x~ -= alpha~ m for what `jobs` (one a bucket) brought."""
+        self.mix(now)
+        for job in jobs:
+            assert job.result is not None
+            b = job.bucket
+            x_tilde = self.x[b] if self.x_tilde is None else self.x_tilde[b]
+            for got, sent, x, xt in _chunks(job.result.out, self.sent[b], self.x[b], x_tilde):
+                towards = got.sub_(sent)
+                x.add_(towards, alpha=ALPHA)
+                if self.x_tilde is not None:
+                    xt.add_(towards, alpha=self.alpha_tilde)
+        torch.maximum(self.counts, self.heard, out=self.counts)
+
+    def excuse(self) -> None:
+        """Nobody is to be held back by this worker: it takes no steps for now."""
+        self.counts[1, self._rank] = self.counts[1].max()
+
+    def ahead(self) -> int:
+        """How many steps this worker is ahead of the slowest it knows of."""
+        return int(self.counts[0, self._rank] - self.counts[1].min())
+
+    def slowest(self) -> int:
+        return int(self.counts[1].argmin())
+
+    def adopt(self) -> None:
+        """The parameters were written by the user: they are the state now."""
+        for b, y in enumerate(self._y):
+            self.x[b].copy_(y)
+            if self.x_tilde is not None:
+                self.x_tilde[b].copy_(y)
+
+    def release(self) -> None:
+        """y <- x."""
+        for y, x in zip(self._y, self.x, strict=True):
+            y.copy_(x)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "time": self.time,
+            "counts": self.counts.clone(),
+            "x": [x.clone() for x in self.x],
+            "x_tilde": None if self.x_tilde is None else [x.clone() for x in self.x_tilde],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.time = state["time"]
+        self.counts.copy_(state["counts"])
+        for mine, saved in zip(self.x, state["x"], strict=True):
+            mine.copy_(saved)
+        if self.x_tilde is not None:
+            for mine, saved in zip(self.x_tilde, state["x_tilde"], strict=True):
+                mine.copy_(saved)
+
+    def _temporary(self, like: Tensor) -> Tensor:
+        return self._spare[like.dtype, like.device][: like.numel()]
+
+
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Matching pieces that stay in the cache between the passes of an update."""
+    return zip(*(torch.split(t, CHUNK) for t in tensors), strict=True)

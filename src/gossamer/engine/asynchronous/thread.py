@@ -1,0 +1,188 @@
+"""The communication thread: performs this worker's events, one after another, each when its time has come."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from gossamer.comm import Channel, Job, PeerError, Transport, clock
+from gossamer.engine.asynchronous.agenda import Agenda
+from gossamer.engine.asynchronous.clock import VirtualClock, WallClock
+from gossamer.engine.asynchronous.trade import Trade
+from gossamer.engine.settings import Settings
+from gossamer.errors import GossamerError
+from gossamer.topology.events import Event
+
+WARM_UP = 5  # steps whose mean time makes the unit
+LONG = 0.4  # of the time between a worker's exchanges: above it, waiting for each other's order would cost time
+POLL = 0.05  # seconds between looks at what the others said
+FAREWELL = 5.0  # seconds that a message under way may take to arrive when this worker leaves
+
+
+class EventThread:
+    """Shares the lane's lock, state, clock and agenda with the training thread. What ends it is in `failure`."""
+
+    def __init__(
+        self,
+        name: str,
+        lock: threading.Condition,
+        time: WallClock | VirtualClock,
+        agenda: Agenda,
+        trade: Trade,
+        channel: Channel,
+        transport: Transport,
+        settings: Settings,
+    ):
+        self._lock, self._clock, self._agenda, self._trade = lock, time, agenda, trade
+        self._name, self._channel, self._transport, self._settings = name, channel, transport, settings
+        self._stopping = self._parked = self._in_flight = False
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"gossamer-{name}", daemon=True)
+        self._thread.start()
+
+    # -- told by the training thread, which holds the lock -----------------------------------------------------
+
+    def park(self, parked: bool) -> None:
+        """Whether this worker is in a collective call and takes no steps."""
+        self._parked = parked
+        self._lock.notify_all()
+
+    def stop(self) -> None:
+        """Begin nothing more, but let a message under way arrive: gloo never tells whoever waits for the rest of a
+        message that was cut off in the middle."""
+        self._stopping = True
+        self._lock.notify_all()
+        self._lock.wait_for(lambda: not self._in_flight, FAREWELL)
+
+    def join(self) -> None:
+        self._thread.join(timeout=5.0)
+
+    # -- the thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            if isinstance(self._clock, WallClock):
+                with self._lock:
+                    self._agree_on_unit(self._clock)
+            while (event := self._take_turn()) is not None:
+                self._perform(event)
+        except BaseException as error:  # handed to the training thread, which raises it
+            with self._lock:
+                if not self._stopping:
+                    self.failure = error
+        finally:
+            with self._lock:
+                self._in_flight = False
+                self._lock.notify_all()
+
+    def _take_turn(self) -> Event | None:
+        """The next event, claimed, once its time has come and it may begin; None when the lane stops."""
+        agenda = self._agenda
+        with self._lock:
+            while not self._stopping:
+                assert agenda.next is not None
+                event = agenda.next
+                if agenda.trial is not None and event.time > agenda.trial:
+                    self._agree_on_pairing()
+                    continue
+                if agenda.limit is None:
+                    early = self._clock.until(event.time)
+                else:  # others wait for it: no matter the time
+                    early = 0.0 if event.number <= agenda.limit else None
+                if early == 0.0:
+                    agenda.started = event.number  # under the same lock: a collective call must not overlook it
+                    return event
+                self._lock.wait(early)
+            return None
+
+    def _perform(self, event: Event) -> None:
+        """The counts first: when they have arrived the partner is there, and x is sent as it is then."""
+        with self._lock:
+            greeting = self._trade.greet(event, parked=self._parked)
+        self._await(greeting)
+        with self._lock:
+            if self._stopping:
+                return
+            self._in_flight = True
+            jobs = self._trade.send(event, self._clock.at(event.time))
+        since = clock()
+        for job in jobs:
+            self._await(job)
+        with self._lock:
+            self._trade.receive(self._clock.at(event.time), jobs)
+            if self._agenda.trial is not None:
+                self._agenda.transfers.append(max(job.finished or 0.0 for job in jobs) - since)
+            self._agenda.advance()
+            self._in_flight = False
+            self._lock.notify_all()
+
+    def _await(self, job: Job) -> None:
+        since, timeout = clock(), self._settings.timeout
+        while not self._channel.wait(job, 1.0):
+            if self._stopping and not self._in_flight:
+                raise GossamerError("closed while an exchange was under way")
+            if clock() - since > timeout:
+                raise PeerError(
+                    f"worker {self._agenda.rank} waited {clock() - since:.0f} s for worker {job.blocked_on} (event "
+                    f"{job.round}) and gives up; is that worker alive? Raise timeout= if it really takes that long"
+                )
+        if job.error is not None:
+            raise job.error
+
+    # -- agreements, with the lock -----------------------------------------------------------------------------
+
+    def _agree_on_unit(self, wall: WallClock) -> None:
+        """Wait for the first steps, then take the median of everybody's mean step time as the unit."""
+        bound = self._settings.max_staleness
+        enough = WARM_UP if bound is None else min(WARM_UP, bound)
+        for attempt in itertools.count():
+            self._lock.wait_for(lambda: self._stopping or self._parked or wall.laps() > enough)
+            said = self._hear_all(f"unit/{attempt}", wall.mean_lap())
+            known = [s for s in said or () if s is not None]
+            if known:
+                wall.start(statistics.median(known))
+            if known or self._stopping:
+                return
+            # All were in a collective call before the first step: try again after it.
+            self._lock.wait_for(lambda: self._stopping or not self._parked)
+
+    def _agree_on_pairing(self) -> None:
+        """The trial is over: where exchanges proved long, all go on in rounds of side-by-side pairs."""
+        agenda, unit = self._agenda, self._clock.unit if isinstance(self._clock, WallClock) else None
+        assert unit is not None
+        assert agenda.next is not None
+        assert agenda.trial is not None
+        seconds = statistics.mean(agenda.transfers) if agenda.transfers else 0.0
+        busy = self._settings.rate * seconds / unit
+        generation = agenda.generation
+        said = self._hear_all(f"pairing/{generation}", [busy, agenda.next.number])
+        if said is None or generation != agenda.generation:
+            return
+        if statistics.median(s[0] for s in said) > LONG:
+            # No event after the trial has begun anywhere: the rounds may take over their numbers.
+            agenda.change_to_rounds(max(s[1] for s in said), agenda.trial)
+            agenda.rewind()
+        agenda.trial = None
+
+    def _hear_all(self, what: str, mine: Any) -> list[Any] | None:
+        """What everybody has to say, waiting without the lock; None if the lane stops or another state is loaded."""
+        since, generation = clock(), self._agenda.generation
+        ask: Callable[[], list[str] | None] = self._transport.collect(f"{what}/{self._name}", json.dumps(mine))
+        while (said := ask()) is None:
+            self._lock.wait(POLL)
+            loaded = generation != self._agenda.generation
+            if self._stopping or (loaded and not what.startswith("unit")):
+                return None
+            if self._parked:  # everybody will be there, or the collective call says who is not
+                since = clock()
+            elif clock() - since > self._settings.timeout:
+                raise PeerError(
+                    f"worker {self._agenda.rank} waited {clock() - since:.0f} s for all workers to agree on the "
+                    f"{what.partition('/')[0]} of their exchanges; does every worker take steps? Each needs "
+                    f"{WARM_UP + 1} at the start"
+                )
+        return [json.loads(text) for text in said]
