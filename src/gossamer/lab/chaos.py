@@ -17,7 +17,7 @@ from gossamer.errors import InputError
 from gossamer.lab.chaos_log import Life, last_steps
 from gossamer.lab.chaos_plan import Fault, make_plan
 from gossamer.lab.chaos_run import Ran, carry_out
-from gossamer.lab.chaos_verdict import flatness, leaks, problems, rejoins, stalls
+from gossamer.lab.chaos_verdict import false_drops, flatness, leaks, problems, rejoins, stalls
 from gossamer.lab.chaos_worker import Job, final_loss, train, train_ddp, warm
 from gossamer.lab.cluster import Cluster
 from gossamer.lab.launch import Node, reserved_port, run_workers
@@ -214,6 +214,8 @@ def _verdict(
         "valid": not ran.saturated and len(ran.done) == len(chaos.plan),
         "cpu_use": ran.cpu_use,
         "steps": last_steps(ran.lives),
+        "calm_steps": [last_steps(r.lives) for r, _ in calm],
+        "false_drops": false_drops(ran),
         "seconds": ran.seconds,
         "cluster": cluster,
         "job": {

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from gossamer.lab.chaos_log import Life
 from gossamer.lab.chaos_run import Done, Ran
 
 AWAY = ("kill", "stop", "cut", "join")  # a victim of these is not a survivor until it is back
+LATE = 2.0  # seconds after a fault in which its victim may still be dropped for it
 SHORTEST = 0.2  # seconds: shorter ones are the steps' own noise and not listed
 WARM_UP = 0.25  # of a process's life that tells nothing about leaks: buffers and caches fill
 GROWTH_MB, GROWTH_SHARE = 4.0, 0.02  # what may be gained after that: the larger of the two
@@ -27,18 +29,40 @@ def back_at(ran: Ran, done: Done, rank: int) -> float | None:
     step = next((t for life in _lives(ran, rank) for t, *_ in life.steps if t > over), None)
     if step is None:
         return None
-    others = [life for life in ran.lives if life.rank not in done.fault.victims]
     seen = []
-    for life in others:
+    for life in ran.lives:
+        if life.rank in done.fault.victims or not life.steps or life.steps[0][0] > ran.begin + done.at:
+            continue
         lists = [m for m in life.members if m[0] >= ran.begin + done.at]
         dropped = next((k for k, m in enumerate(lists) if rank not in m[2]), None)
-        if dropped is not None:
-            again = next((t for t, _, members in lists[dropped:] if rank in members), None)
-            if again is not None:
-                seen.append(again)
-            elif life.steps and life.steps[-1][0] > over:  # it trained to the end without this victim
-                return None
+        if dropped is None or lists[dropped][0] > over + LATE:
+            continue
+        again = next((t for t, _, members in lists[dropped:] if rank in members and t > over), None)
+        if again is not None:
+            seen.append(again)
+        elif life.steps[-1][0] > over + LATE:  # it went on without this victim
+            return None
     return max([step, *seen]) - ran.begin
+
+
+def false_drops(ran: Ran) -> list[dict[str, Any]]:
+    """Workers that the others dropped although nothing had been done to them; they come back by themselves."""
+    epochs: dict[int, tuple[float, frozenset[int]]] = {}
+    for life in ran.lives:
+        for t, epoch, ranks in life.members:
+            if epoch not in epochs or t < epochs[epoch][0]:
+                epochs[epoch] = (t, frozenset(ranks))
+    found = []
+    for before, after in pairwise(sorted(epochs)):
+        at = epochs[after][0] - ran.begin
+        for rank in epochs[before][1] - epochs[after][1]:
+            own = any(
+                rank in d.fault.victims and d.at <= at <= (ran.seconds if d.until is None else d.until) + LATE
+                for d in ran.done
+            )
+            if not own and at <= ran.seconds:
+                found.append({"worker": rank, "at": at, "epoch": after})
+    return found
 
 
 def rejoins(ran: Ran) -> list[dict[str, Any]]:
@@ -76,7 +100,7 @@ def stalls(ran: Ran, least: float = SHORTEST) -> list[dict[str, Any]]:
 
 
 def _gaps(life: Life) -> Iterator[tuple[float, float, float]]:
-    for before, after in zip(life.steps, life.steps[1:], strict=False):
+    for before, after in pairwise(life.steps):
         yield before[0], after[0], after[0] - before[0] - after[2]
 
 
