@@ -35,7 +35,10 @@ def test_losses_are_what_they_were(tmp_path, task, method):
         options["data"].write_text("".join(f"{k} times {k} is {k * k}.\n" for k in range(2000)))
     config = make_config({**values, "eval_every": 0, "options": options})
     seen = []
-    run(config, make_task(task, config.options), parse(method), tmp_path / "run", watch=seen.append)
+    made = make_task(task, config.options)
+    if task == "translate":
+        made._corpus.test = made._corpus.test[:8]  # only translated, which is slow; the loss is of the validation set
+    run(config, made, parse(method), tmp_path / "run", watch=seen.append)
     got = [r["loss"] for r in seen if "loss" in r] + [seen[-1]["averaged"]["loss"]]
     kept = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     if os.environ.get("GOLDEN") == "write":

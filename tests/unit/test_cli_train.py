@@ -63,6 +63,7 @@ def test_exact_inside_costs_about_a_ddp_step_of_a_node():
     ("arguments", "sentence"),
     [
         (["train", "visoin", "--virtual", "2"], "unknown task 'visoin'"),
+        (["train", "--width", "4", "vision"], "--width comes before the task; write the task's name first"),
         (["train", "vision", "--virtual", "2", "--method", "dadm:ring"], "unknown method 'dadm:ring'"),
         (
             ["train", "vision", "--virtual", "2", "--steps", "0"],

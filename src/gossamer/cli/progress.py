@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -81,6 +82,7 @@ def tensorboard(folder: Path) -> Callable[[Row], None]:
             "--tensorboard needs the package tensorboard; pip install tensorboard, or leave it out"
         ) from None
     writer = SummaryWriter(str(folder / "tensorboard"))
+    atexit.register(writer.close)  # a run that is stopped keeps its last steps
 
     def write(row: Row) -> None:
         for key, value in row.items():

@@ -60,6 +60,8 @@ class RunFlags:
 
     def configured(self, **decided: Any) -> RunConfig:
         """File, then flags, then what the command has decided."""
+        from gossamer.runtime.methods import parse
+
         workers = self.workers
         if workers is None and self.virtual is None and self.per_node is None and self.config is None:
             workers = 4
@@ -67,6 +69,7 @@ class RunFlags:
         where = None if self.virtual is None and workers is None else self.virtual is not None
         forced = {"per_node": places, "virtual": where, **decided}
         made = build_config(self.task, self.config, self.named(), self.extra, **forced)
+        parse(made.method)
         if made.virtual and self.link is not None:
             raise InputError(
                 "--link shapes the links of real workers; with --virtual describe the cluster by --cluster"
@@ -105,6 +108,8 @@ def build_config(
 
     values = read_toml(file) if file is not None else {}
     if task is not None:
+        if task.startswith("-"):  # an option without a field, taken for the argument
+            raise InputError(f"{task} comes before the task; write the task's name first, as in gossamer train vision")
         values["task"] = task
     if "task" not in values:
         raise InputError("which task? write for example gossamer train vision; the tasks are vision, translate, lm")

@@ -65,6 +65,14 @@ def largest(value: float) -> float:
     return float(tensor)
 
 
+def said_by_first(text: str = "") -> str:
+    """Worker 0's `text`, on every worker. Collective, once a process group."""
+    store = PrefixStore("gossamer/world", default_store())
+    if dist.get_rank() == 0:
+        store.set("first", text)
+    return str(store.get("first").decode())
+
+
 def workers_per_node() -> tuple[int, ...]:
     """How many workers each node has, as the launcher placed them. Collective."""
     store = PrefixStore("gossamer/world", default_store())
