@@ -19,14 +19,30 @@ from gossamer.topology import Layout
 __all__ = ["PrefixStore", "ProcessGroupGloo", "Store"]
 
 
-def rank_and_size() -> tuple[int, int]:
-    """This worker's rank and how many there are, from the default process group."""
+def rank_and_size(without_group: bool = False) -> tuple[int, int]:
+    """This worker's rank and how many there are, from the default process group.
+
+    `without_group`: RANK and WORLD_SIZE in the environment will do.
+    """
     if not dist.is_available() or not dist.is_initialized():
+        if without_group:
+            return _from_environment()
         raise InputError(
             "decentralize() needs a process group, and none is initialized; call "
             "torch.distributed.init_process_group() first, in a job started by torchrun or Slurm"
         )
     return dist.get_rank(), dist.get_world_size()
+
+
+def _from_environment() -> tuple[int, int]:
+    names = ("RANK", "WORLD_SIZE") if "RANK" in os.environ else ("SLURM_PROCID", "SLURM_NTASKS")
+    texts = [os.environ.get(name, "") for name in names]
+    if not all(text.isdigit() for text in texts) or int(texts[0]) >= int(texts[1]):
+        raise InputError(
+            f"{names[0]} and {names[1]} must be set to this worker's number and how many there are, got "
+            f"{texts[0]!r} and {texts[1]!r}; start the job with a launcher, or set them"
+        )
+    return int(texts[0]), int(texts[1])
 
 
 def default_store() -> Store:

@@ -7,10 +7,9 @@ point-to-point operation cannot be polled, only waited for, hence threads.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.dist import PrefixStore, ProcessGroupGloo, Store, broadcast_from_first, gloo_device, subgroup_of
-from gossamer.comm.exchange import Batch, Scratch
+from gossamer.comm.exchange import Batch
 from gossamer.comm.pace import Pace
+from gossamer.comm.threads import ThreadedChannel
 from gossamer.comm.transport import Channel, Job, PeerError, Transport, clock
 
 NEVER = 2**31 - 1  # a tag that no exchange has
@@ -130,69 +130,16 @@ class GlooTransport(Transport):
         self._edge_store = None  # its socket with it; the handle itself may wait for the garbage collector
 
 
-class GlooChannel(Channel):
-    """Threads that carry out exchanges, each in launch order. Exchange b runs on thread b modulo their number, on
-    every worker alike, so that all workers perform a thread's exchanges in one order and none can wait in a circle."""
-
+class GlooChannel(ThreadedChannel):
     def __init__(self, transport: GlooTransport, index: int, threads: int, timeout: float):
-        self._transport, self._index, self._timeout = transport, index, timeout
-        self._done = threading.Condition()
-        self._pending = 0
-        self._queues: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in range(threads)]
-        self._threads = [
-            threading.Thread(target=self._work, args=(q,), name=f"gossamer-{index}-{t}", daemon=True)
-            for t, q in enumerate(self._queues)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._transport, self._timeout = transport, timeout
+        super().__init__(index, threads, transport.pace)
 
-    def launch(self, job: Job) -> None:
-        with self._done:
-            self._pending += 1
-        self._queues[job.bucket % len(self._queues)].put(job)
+    def _cut(self) -> None:
+        self._transport.cut()
 
-    def wait(self, job: Job, timeout: float) -> bool:
-        with self._done:
-            return self._done.wait_for(lambda: job.done, timeout)
-
-    def close(self, drain: float) -> None:
-        try:
-            with self._done:
-                self._done.wait_for(lambda: self._pending == 0, drain)
-        finally:
-            for q in self._queues:
-                q.put(None)
-            if self._pending:  # nobody will answer any more
-                self._transport.cut()
-        for thread in self._threads:
-            thread.join(timeout=1.0)
-
-    def _work(self, jobs: queue.SimpleQueue[Job | None]) -> None:
-        scratch = Scratch()
-        while (job := jobs.get()) is not None:
-            job.started = clock()
-            try:
-                self._perform(job, scratch)
-            except BaseException as error:  # handed to the training thread, which raises it
-                job.error = error
-            with self._done:
-                job.finished = clock()
-                self._pending -= 1
-                self._done.notify_all()
-
-    def _perform(self, job: Job, scratch: Scratch) -> None:
-        steps = job.make(scratch)
+    def _carry(self, batch: Batch, job: Job) -> None:
         tag = self._index * 65536 + job.bucket
-        pace = self._transport.pace
-        try:
-            while True:
-                batch = next(steps)
-                with pace(batch.sends) if pace is not None else nullcontext():
-                    self._carry(batch, job, tag)
-        except StopIteration as stop:
-            job.result = stop.value
-
-    def _carry(self, batch: Batch, job: Job, tag: int) -> None:
         peer = -1
         edges: dict[int, Edge] = {}
         works: list[tuple[int, Any]] = []

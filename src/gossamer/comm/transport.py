@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,18 @@ clock = time.perf_counter
 
 class PeerError(GossamerError):
     """A peer is dead, late or cut off. The message names the peer, the round and what to do."""
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What a job's messages say of themselves: the members' epoch, the plan, and whom it may involve."""
+
+    epoch: int
+    plan: bytes
+    peers: frozenset[int]
+    meeting: bool = False  # part of a collective call, numbered by it and not by rounds
+    sent: Counter[int] = field(default_factory=Counter)  # messages so far, by peer
+    received: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass
@@ -39,6 +52,8 @@ class Job:
     blocked_on: int | None = None  # the peer the driver is waiting for right now
     blocked: list[tuple[int, float, float]] = field(default_factory=list)  # (peer, from, to)
     sent: dict[int, int] = field(default_factory=dict)  # bytes by peer
+    stamp: Stamp | None = None  # where messages carry a header
+    given_up: bool = False  # the training thread no longer waits for it
 
     @property
     def done(self) -> bool:
@@ -96,9 +111,9 @@ class Transport(ABC):
         """`share` without waiting: ask the result for everybody's text until it is there."""
         raise NotImplementedError
 
-    @abstractmethod
     def broadcast(self, tensors: list[Tensor], among: tuple[tuple[int, ...], ...] | None = None) -> None:
         """Worker 0's values into everybody's tensors, or in each group of `among` its first worker's. Collective."""
+        raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Release sockets and threads."""

@@ -17,8 +17,10 @@ from gossamer.engine.flat import Bucket, Flat, cut, flatten, is_sharded, refuse_
 from gossamer.engine.gossip import Gossip, Meet
 from gossamer.engine.lane import Lane
 from gossamer.engine.meter import Meter
+from gossamer.engine.resilient import ResilientLane
 from gossamer.engine.settings import Filter, Settings
 from gossamer.engine.sketch import Sketcher
+from gossamer.engine.surviving import SurvivingGossip
 from gossamer.engine.synchronous import SyncLane
 from gossamer.errors import InputError
 from gossamer.topology import Layout, resolve
@@ -84,6 +86,11 @@ def _schedule(
     sharded = [p for p in model.parameters() if is_sharded(p)]
     if group is None and not sharded:
         return Schedule(resolve(topology, layout), **policy), model
+    if settings.survives:
+        raise InputError(
+            "on_failure='continue' needs every worker to have a replica of its own, but the model is wrapped in DDP or "
+            "sharded by FSDP2, which do not survive a dead worker; pass the bare model, or use on_failure='raise'"
+        )
     inside = sorted(group_ranks(group) if group is not None else sharded_ranks(sharded[0]))
     if settings.asynchronous:
         raise InputError(
@@ -159,7 +166,8 @@ def assemble(
     lanes: list[Lane] = []
     for index, optimizer in enumerate(p.optimizers):
         meter = Meter(p.rank, p.layout, writer)
-        lane = (AsyncLane if settings.asynchronous else SyncLane)(
+        kind = AsyncLane if settings.asynchronous else ResilientLane if settings.survives else SyncLane
+        lane = kind(
             index,
             p.rank,
             optimizer,
@@ -192,4 +200,5 @@ def assemble(
                 slots=slots,
             )
         lanes.append(lane)
-    return Gossip(p.model, lanes, settings, transport, control, meet, writer, slots)
+    handle = SurvivingGossip if settings.survives else Gossip
+    return handle(p.model, lanes, settings, transport, control, meet, writer, slots)

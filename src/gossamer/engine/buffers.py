@@ -27,7 +27,7 @@ def averaged_buffers(module: nn.Module, control: Control) -> Generator[list[Job]
         own = torch.cat([b.detach().double().flatten().cpu() for b in others])
         n = control.layout.n
         rows = torch.zeros(n, own.numel(), dtype=torch.float64)
-        rows[control.rank] = own
+        rows[control.place] = own
         job = control.average(rows)
         yield [job]
         largest = (Control.read(job, rows).view(n, -1) * n).round().amax(dim=0)

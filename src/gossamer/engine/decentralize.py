@@ -18,6 +18,7 @@ from gossamer.comm import (
     CatchUp,
     GlooTransport,
     PrefixStore,
+    TcpTransport,
     Transport,
     default_store,
     layout_of,
@@ -27,6 +28,7 @@ from gossamer.comm import (
 )
 from gossamer.engine.assemble import Prepared, assemble, prepare
 from gossamer.engine.describe import agree, describe
+from gossamer.engine.enter import enter, surviving_transport
 from gossamer.engine.flat import is_sharded
 from gossamer.engine.gossip import Gossip
 from gossamer.engine.samebatch import watch_first_batch
@@ -64,6 +66,9 @@ def decentralize(
     clock: str = "wall",
     seed: int = 0,
     broadcast: bool = True,
+    on_failure: str = "raise",
+    soft_deadline: float = 0.5,
+    hard_deadline: float = 5.0,
 ) -> Gossip:
     """Train `model` by gossip: every worker averages its parameters with a few neighbors while it computes.
 
@@ -98,12 +103,22 @@ def decentralize(
         clock: asynchronous: "wall", or "virtual" (a gradient takes one unit: bit-reproducible).
         seed: asynchronous: of the shared event sequence.
         broadcast: start from worker 0's parameters and buffers; False when every worker loaded its own checkpoint.
+        on_failure: "raise" ends the job with an error that names the dead peer; "continue" (on CPU) goes on with those
+            who are left, and takes in replacements (docs/reliability.md).
+        soft_deadline: with "continue": seconds a worker waits for a late neighbor in a step before it goes on without.
+        hard_deadline: with "continue": seconds of silence after which a worker counts as dead.
     """
-    rank, size = rank_and_size()
-    store = PrefixStore(f"gossamer/{next(_calls)}", default_store())
-    transport = _transport(model, store, rank, size, timeout)
+    survives = on_failure == "continue"
+    rank, size = rank_and_size(survives)
+    transport: Transport
+    if survives:
+        transport = surviving_transport(model, optimizer, rank, size, timeout, hard_deadline)
+    else:
+        store = PrefixStore(f"gossamer/{next(_calls)}", default_store())
+        transport = _transport(model, store, rank, size, timeout)
     layout = layout_of(transport.share("node", node_name()))
     prepared: Prepared | None = None
+    writer: TraceWriter | None = None
     cause: Exception | None = None
     try:
         settings = Settings(
@@ -125,6 +140,9 @@ def decentralize(
             pairing=pairing,
             clock=clock,
             seed=seed,
+            on_failure=on_failure,
+            soft_deadline=soft_deadline,
+            hard_deadline=hard_deadline,
         )
         prepared = prepare(model, optimizer, topology, settings, parameters, layout, rank)
         writer = _writer(trace, rank, layout)
@@ -132,6 +150,8 @@ def decentralize(
     except Exception as error:  # the others must hear of it, whatever it is
         said = {"error": str(error) if isinstance(error, GossamerError) else f"{type(error).__name__}: {error}"}
         cause = error
+    if isinstance(transport, TcpTransport):
+        return enter(prepared, transport, topology, json.dumps(said), cause, writer)
     agree(transport.share("description", json.dumps(said)), cause)
     assert prepared is not None
     if broadcast and size > 1:

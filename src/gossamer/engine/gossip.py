@@ -58,8 +58,7 @@ class Gossip:
         """Evaluate or save the consensus model: inside the block the parameters are the exact mean over all workers
         (float buffers too, integer buffers the maximum, unless buffers="local"), afterwards they are, bit by bit,
         what they were. Collective."""
-        with self._together("averaged()"):
-            restore = self._run(self._enter_average())
+        restore = self._collectively("averaged()", self._enter_average)
         try:
             yield self.model
         finally:
@@ -77,8 +76,7 @@ class Gossip:
             if not sketches:
                 raise InputError("there is no sketch without a guard; pass guard=ConsensusGuard() or call exact=True")
             return sum(s.distance**2 for s in sketches if s is not None) ** 0.5 if all(sketches) else float("nan")
-        with self._together("consensus_distance()"):
-            return float(self._run(self._measure_distance()))
+        return float(self._collectively("consensus_distance()", self._measure_distance))
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the model and the optimizer. Collective; changes nothing.
@@ -193,6 +191,10 @@ class Gossip:
         finally:
             for lane in self.lanes:
                 lane.resume()
+
+    def _collectively(self, call: str, steps: Callable[[], Collective]) -> Any:
+        with self._together(call):
+            return self._run(steps())
 
     def _run(self, steps: Collective) -> Any:
         """Drive a collective on this worker: wait for what it asks for."""

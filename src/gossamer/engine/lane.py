@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gossamer.comm import Channel, Job, PeerError, Wire, clock, exchange, room_for
+from gossamer.comm import Channel, Exchange, Job, PeerError, Scratch, Wire, clock, exchange, room_for
 from gossamer.engine.flat import Bucket, Flat
 from gossamer.engine.meter import Meter
 from gossamer.engine.settings import Settings
 from gossamer.engine.sketch import Sketcher
 from gossamer.errors import GossamerError, GossamerWarning
+from gossamer.topology.plan import Program
 from gossamer.topology.schedule import Schedule
 
 WARN_AFTER = 30.0  # seconds of standing still before the user is told whom we wait for
@@ -98,8 +99,11 @@ class Lane:
         if self._outer is not None and caller is not self._outer and _on_stack(self._outer, caller):
             return
         self._outer = None
-        if not self._ready:  # an optimizer that never called its closure
-            self.mix()
+        if not self._ready:  # it moved parameters that were not mixed, perhaps while they were being sent
+            raise GossamerError(
+                f"{type(optimizer).__name__}.step() was given a closure and did not call it, so its step cannot be "
+                "combined with the neighbors'; evaluate the closure yourself and call step() without it"
+            )
         now = clock()
         self.meter.span("step", self._mark, now, step=self.meter.steps)
         self.meter.steps += 1
@@ -175,10 +179,14 @@ class Lane:
             if not program:
                 out[: value.numel()].copy_(value)
                 continue
-            job = Job(self.k, b, partial(exchange, program, value, out, wire, lazy=False))
-            jobs.append(job)
-            self.channel.launch(job)
+            jobs.append(self._launch_job(self.k, b, program, partial(exchange, program, value, out, wire, lazy=False)))
         return jobs
+
+    def _launch_job(self, k: int, bucket: int, program: Program, make: Callable[[Scratch], Exchange]) -> Job:
+        """Begin an exchange."""
+        job = Job(k, bucket, make)
+        self.channel.launch(job)
+        return job
 
     def room(self, x: Tensor) -> Tensor:
         """A receive buffer for a bucket like `x`."""

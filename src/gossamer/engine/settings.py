@@ -59,6 +59,13 @@ class Settings:
     clock: str = "wall"
     max_staleness: int | None = None
     seed: int = 0
+    on_failure: str = "raise"
+    soft_deadline: float = 0.5
+    hard_deadline: float = 5.0
+
+    @property
+    def survives(self) -> bool:
+        return self.on_failure == "continue"
 
     @property
     def asynchronous(self) -> bool:
@@ -93,6 +100,29 @@ class Settings:
             )
 
         self._check_asynchronous()
+        self._check_failures()
+
+    def _check_failures(self) -> None:
+        if self.on_failure not in ("raise", "continue"):
+            raise InputError(f"on_failure must be 'raise' or 'continue', got {self.on_failure!r}")
+        for name in ("soft_deadline", "hard_deadline"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 < value < math.inf:
+                raise InputError(f"{name} must be a positive number of seconds, got {value!r}")
+        if self.soft_deadline > self.hard_deadline:
+            raise InputError(
+                f"soft_deadline={self.soft_deadline:g} (go on without a late neighbor) must not be longer than "
+                f"hard_deadline={self.hard_deadline:g} (a silent one is dead)"
+            )
+        if self.survives and self.asynchronous:
+            raise InputError(
+                f"on_failure='continue' re-plans rounds, and {self.algorithm!r} has none; use algorithm='awc' or 'atc'"
+            )
+        if self.survives and self.guard is not None:
+            raise InputError(
+                "guard= averages over all workers at fixed rounds, which a job that loses workers cannot; leave it out "
+                "with on_failure='continue', or use average_every="
+            )
 
     def _check_asynchronous(self) -> None:
         for name, choices in (

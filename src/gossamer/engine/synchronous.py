@@ -86,9 +86,7 @@ class SyncLane(Lane):
             if program:
                 act = exchange if self._sent is None else correction
                 make = partial(act, program, source, self._out[b], self.wire)
-                job = Job(self.k, b, make)
-                self.jobs.append(job)
-                self.channel.launch(job)
+                self.jobs.append(self._launch_job(self.k, b, program, make))
 
     def finish(self, *, assisting: bool = False) -> None:
         """Wait until the round in flight has arrived, without applying it."""

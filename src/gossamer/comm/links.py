@@ -1,0 +1,316 @@
+"""A worker's connections with its peers: a listening socket, and a link (socket and reading thread) per peer.
+
+A link never blocks a worker: whoever sends can give up at any moment (a frame cut in two closes the link, which is made
+anew), and a peer's messages are read as they come, whether somebody waits for them or not. The higher rank connects.
+A peer is `late` when it was waited for in vain: nobody waits for it again until it takes part in rounds again.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from gossamer.comm.frames import HEADER, Header, Kind, Refused, greet, read_exactly, read_into
+from gossamer.comm.inbox import Inbox, Key
+
+CHUNK = 2**18  # bytes read or written at once
+POLL = 0.05  # seconds between looks at whether a send was given up
+CONNECT = 1.0  # seconds for a connection and its handshake
+TRASH = memoryview(bytearray(CHUNK))
+
+
+class Lost(ConnectionError):
+    """A peer did not take part."""
+
+
+@dataclass(eq=False)
+class Peer:
+    """What this worker knows of another one."""
+
+    rank: int
+    address: tuple[str, int] | None = None
+    incarnation: str = ""
+    link: Link | None = None
+    heard: float = field(default_factory=time.monotonic)
+    dead: str = ""  # why it cannot come back as this process
+    late: bool = False
+    rounds: list[int] = field(default_factory=list)  # how far it was when last heard of
+
+    def goes_on(self, rounds: list[int]) -> None:
+        """It says how far it is; one that moves is no longer late."""
+        if rounds != self.rounds:
+            self.late = False
+        self.rounds = rounds
+
+
+class Link:
+    """One connection. `send` may be called by any thread; a thread of its own reads."""
+
+    def __init__(self, connection: socket.socket, peer: Peer, links: Links):
+        self.connection, self.peer, self._links = connection, peer, links
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._lock = threading.Lock()
+        self._writable = select.poll()
+        self._writable.register(connection, select.POLLOUT)
+        self.open = True
+        self._thread = threading.Thread(target=self._read, name=f"gossamer-link-{peer.rank}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(
+        self, header: Header, payload: memoryview | bytes = b"", given_up: Callable[[], bool] | None = None
+    ) -> None:
+        """Send a frame; Lost when the link closes, or `given_up()` before all of it has gone."""
+        while not self._lock.acquire(timeout=POLL):
+            if not self.open or (given_up is not None and given_up()):
+                raise Lost(f"worker {self.peer.rank} takes nothing")
+        try:
+            begun = False
+            for part in (memoryview(header.pack()), memoryview(payload)):
+                while len(part):
+                    if not self.open:
+                        raise Lost(f"the connection with worker {self.peer.rank} is closed")
+                    if not self._writable.poll(POLL * 1000):
+                        if given_up is not None and given_up():
+                            if begun:  # half a frame cannot be taken back
+                                self.close("it takes nothing")
+                            raise Lost(f"worker {self.peer.rank} takes nothing")
+                        continue
+                    try:
+                        part = part[self.connection.send(part[:CHUNK], socket.MSG_DONTWAIT) :]
+                        begun = True
+                    except BlockingIOError:
+                        continue
+                    except OSError as error:
+                        self.close(str(error))
+                        raise Lost(f"the connection with worker {self.peer.rank} broke: {error}") from error
+        finally:
+            self._lock.release()
+
+    def close(self, why: str) -> None:
+        """End the link, on both sides; everybody who waits for the peer is told."""
+        if self.open:
+            self.open = False
+            with suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
+            self._links.closed(self, why)
+
+    def _read(self) -> None:
+        links, why = self._links, "it closed the connection"
+        try:
+            while self.open:
+                header = Header.unpack(read_exactly(self.connection, HEADER.size), links.run, links.most)
+                self.peer.heard = time.monotonic()
+                if header.kind is Kind.DATA:
+                    self._take(header)
+                else:
+                    links.told(self.peer, header, bytes(read_exactly(self.connection, header.length)))
+        except Refused as error:
+            why = str(error)
+            links.refused(self.peer.rank, why)
+        except OSError as error:
+            why = str(error) or why
+        finally:
+            self.close(why)
+            with suppress(OSError):
+                self.connection.close()
+
+    def _take(self, header: Header) -> None:
+        """A message of an exchange, into the buffer that waits for it."""
+        inbox = self._links.inbox
+        key = Key(self.peer.rank, header.channel, header.bucket, header.part)
+        slot = inbox.coming(key, header.epoch, header.round, header.plan, header.length)
+        if slot.failed:
+            self._links.refused(self.peer.rank, slot.failed)
+        readable = select.poll()
+        readable.register(self.connection, select.POLLIN)
+        done = 0
+        while done < header.length:
+            readable.poll()
+            with slot.lock:  # so that a buffer can be taken back between two looks
+                left = header.length - done
+                target = TRASH[:left] if slot.canceled else slot.view[done : done + CHUNK]
+                try:
+                    got = self.connection.recv_into(target, flags=socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    continue
+            if got == 0:
+                raise ConnectionError("it closed the connection in the middle of a message")
+            done += got
+            self.peer.heard = time.monotonic()
+        self.peer.late = False
+        inbox.arrived(slot)
+
+
+def send_state(connection: socket.socket, run: bytes, data: bytes) -> None:
+    """Answer a `fetch`."""
+    connection.sendall(Header(Kind.STATE, run, len(data)).pack())
+    connection.sendall(data)
+
+
+class Links:
+    """All links of a worker. `hello()` is what it says of itself; `accept(hello)` may refuse a peer by raising."""
+
+    def __init__(
+        self,
+        rank: int,
+        run: bytes,
+        address: str,
+        most: int,
+        hello: Callable[[], dict[str, Any]],
+        accept: Callable[[dict[str, Any]], None],
+        told: Callable[[Peer, Header, bytes], None],
+        serve: Callable[[socket.socket, dict[str, Any]], None],
+        gone: Callable[[Peer], None],
+    ):
+        self.rank, self.run, self.most = rank, run, most
+        self.inbox = Inbox()
+        self.peers: dict[int, Peer] = {}
+        self.refusals: dict[int, int] = {}
+        self.last_refusal = ""
+        self._hello, self._accept, self._told, self._serve, self._gone = hello, accept, told, serve, gone
+        self._lock = threading.RLock()
+        self._stopped = False
+        self._listener = socket.create_server((address, 0), backlog=128)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._thread = threading.Thread(target=self._listen, name="gossamer-listen", daemon=True)
+        self._thread.start()
+
+    def peer(self, rank: int) -> Peer:
+        with self._lock:
+            return self.peers.setdefault(rank, Peer(rank))
+
+    def know(self, rank: int, incarnation: str, address: tuple[str, int]) -> Peer:
+        """A member's process and where it listens; a new process for an old rank starts afresh."""
+        with self._lock:
+            peer = self.peer(rank)
+            if peer.incarnation == incarnation:
+                return peer
+            link, changed = peer.link, bool(peer.incarnation)
+            fresh = Peer(rank, address, incarnation)
+            self.peers[rank] = fresh
+        if link is not None:
+            link.close("another process has taken its place")
+        if changed:
+            self.inbox.lost(rank, "another process has taken its place", forget=True)
+        return fresh
+
+    def connect(self, peer: Peer) -> bool:
+        """Open the link with `peer` if there is none and it is ours to open; whether it is there."""
+        if peer.link is not None:
+            return True
+        if peer.address is None or peer.dead or self._stopped:
+            return False
+        try:
+            connection = socket.create_connection(peer.address, timeout=CONNECT)
+        except ConnectionRefusedError:
+            peer.dead = "its port is closed"
+            self.inbox.lost(peer.rank, "it is dead")
+            return False
+        except OSError:
+            return False
+        try:
+            if self.rank < peer.rank:  # only a look at whether it is alive: the link is its to open
+                connection.close()
+                return False
+            greet(connection, {**self._hello(), "purpose": "link"}, first=True)
+        except (OSError, Refused, struct.error):
+            connection.close()
+            return False
+        self._install(peer, connection)
+        return True
+
+    def fetch(self, address: tuple[str, int], request: dict[str, Any], timeout: float) -> bytes:
+        """Ask whoever listens at `address` for its state, over a connection of its own."""
+        with socket.create_connection(address, timeout=CONNECT) as connection:
+            connection.settimeout(timeout)
+            greet(connection, {**self._hello(), "purpose": "pull", **request}, first=True)
+            header = Header.unpack(read_exactly(connection, HEADER.size), self.run, 2**40)
+            data = bytearray(header.length)
+            read_into(connection, memoryview(data))
+            return bytes(data)
+
+    def send_all(self, header: Header, payload: bytes = b"", *, to: Iterable[int] | None = None) -> None:
+        """A short frame to every linked peer that takes it at once."""
+        for peer in list(self.peers.values()):
+            link = peer.link
+            if link is not None and (to is None or peer.rank in to):
+                with suppress(Lost):
+                    link.send(header, payload, given_up=lambda: True)
+
+    def closed(self, link: Link, why: str) -> None:
+        peer = link.peer
+        if peer.link is link:
+            peer.link = None
+            self.inbox.lost(peer.rank, why)
+            if not self._stopped:
+                self._gone(peer)
+
+    def told(self, peer: Peer, header: Header, payload: bytes) -> None:
+        if header.kind is Kind.PASSED:
+            self.inbox.passed(peer.rank, header.channel, header.bucket, header.round)
+        else:
+            self._told(peer, header, payload)
+
+    def refused(self, rank: int, why: str) -> None:
+        """Count what was not mixed in, and whose it was."""
+        self.refusals[rank] = self.refusals.get(rank, 0) + 1
+        self.last_refusal = f"worker {rank}: {why}"
+
+    def close(self) -> None:
+        self._stopped = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for peer in list(self.peers.values()):
+            if peer.link is not None:
+                peer.link.close("this worker leaves")
+        self._thread.join(timeout=1.0)
+
+    def _install(self, peer: Peer, connection: socket.socket) -> None:
+        link = Link(connection, peer, self)
+        with self._lock:
+            old, peer.link = peer.link, link
+            peer.heard = time.monotonic()
+        if old is not None:
+            old.close("it connected anew")
+        link.start()
+        if self._stopped:
+            link.close("this worker leaves")
+        self.inbox.wake()
+
+    def _listen(self) -> None:
+        while not self._stopped:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            # A thread each: a stranger that says nothing must not keep others waiting.
+            threading.Thread(target=self._welcome, args=(connection,), name="gossamer-hello", daemon=True).start()
+
+    def _welcome(self, connection: socket.socket) -> None:
+        """Who is there? Strangers are sent away; nothing they send can do more than end their own connection."""
+        try:
+            connection.settimeout(CONNECT * 2)
+            hello = greet(connection, self._hello(), first=False)
+            if hello.get("run") != self.run.hex():
+                raise Refused(f"a worker of run {hello.get('run')!r} came to run {self.run.hex()}")
+            if hello.get("purpose") == "pull":
+                connection.settimeout(None)
+                self._serve(connection, hello)
+                return
+            self._accept(hello)
+            self._install(self.peer(int(hello["rank"])), connection)
+        except (OSError, Refused, struct.error, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, Refused):
+                self.refused(-1, str(error))
+            connection.close()

@@ -1,0 +1,351 @@
+"""Who takes part: members of an epoch, agreed by compare-and-set in the directory; who is alive, by what is heard.
+
+A *record* names the members (rank, process, address, node), the epoch's number, and the round from which each lane
+follows the plan for these members. Whoever finds a member dead (its port is closed, or it was silent for
+`hard` seconds) proposes the next record without it; a newcomer proposes one with itself. Records also travel on the
+links, so a worker learns of a change as soon as a neighbor knows it. Without the directory nothing is agreed, and
+everybody goes on with the members it can reach.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gossamer.comm.directory import ANSWER, Directory, Unreachable, found_at, look
+from gossamer.comm.dist import node_name
+from gossamer.comm.frames import Header, Kind, Refused, digest
+from gossamer.comm.links import Links, Peer
+from gossamer.comm.transport import PeerError
+
+BEAT = 0.1  # seconds between signs of life
+LOOK = 0.5  # seconds between looks at the directory
+RETRY = 0.2  # seconds between attempts to connect
+MARGIN = 2  # rounds between a proposal and its start
+
+
+@dataclass(frozen=True)
+class Member:
+    incarnation: str
+    host: str
+    port: int
+    node: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """The members of an epoch, by rank, and the round from which each lane follows their plan."""
+
+    epoch: int
+    members: dict[int, Member]
+    starts: list[int]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self.members))
+
+    def text(self) -> str:
+        members = {str(r): asdict(self.members[r]) for r in self.ranks}
+        return json.dumps({"epoch": self.epoch, "members": members, "starts": self.starts})
+
+    @classmethod
+    def parse(cls, text: str) -> Record:
+        """ValueError, KeyError or TypeError for anything else."""
+        told = json.loads(text)
+        members = {int(r): Member(**m) for r, m in told["members"].items()}
+        return cls(int(told["epoch"]), members, [int(s) for s in told["starts"]])
+
+
+class Membership:
+    """One worker's view. `rounds` is what it tells others of its progress; the engine keeps it up to date."""
+
+    def __init__(self, rank: int, size: int, lanes: int, most: int, timeout: float, hard: float):
+        self.rank, self.size, self.timeout, self.hard = rank, size, timeout, hard
+        self.rounds = [0] * lanes
+        self.record = Record(0, {}, [0] * lanes)
+        self.directory = Directory.of_job(rank, timeout)
+        self.run = bytes.fromhex(self._ask_patiently(lambda s: _settle(s, "run", secrets.token_hex(8))))
+        self.serve: Callable[[socket.socket, dict[str, Any]], None] = lambda c, _: c.close()
+        self.left: set[int] = set()  # ranks that said goodbye
+        self._wanted: set[int] = set()
+        self._connecting: set[int] = set()
+        self._proposals: queue.SimpleQueue[Callable[[Record], Record | None]] = queue.SimpleQueue()
+        self._hurry, self._hurry_connect = threading.Event(), threading.Event()
+        self._stopped = False
+        self.links = Links(
+            rank,
+            self.run,
+            own_address(),
+            most,
+            self._hello,
+            self._accept,
+            self._told,
+            lambda connection, hello: self.serve(connection, hello),
+            lambda peer: self._hurry_connect.set(),
+        )
+        self.me = Member(secrets.token_hex(8), *self.links.address, node_name())
+        self._threads = [
+            threading.Thread(target=self._beat, name="gossamer-beat", daemon=True),
+            threading.Thread(target=self._agree, name="gossamer-agree", daemon=True),
+        ]
+
+    # -- entering and leaving ----------------------------------------------------------------------------------
+
+    def share(self, name: str, text: str) -> list[str]:
+        """Everybody's latest `text` for `name`, by rank."""
+        deadline = time.monotonic() + self.timeout
+        self._ask_patiently(lambda s: s.set(f"{name}/{self.rank}", text))
+        keys = [f"{name}/{r}" for r in range(self.size)]
+        while True:
+            missing = self.directory.ask(lambda s: [r for r, key in enumerate(keys) if not s.check([key])])
+            if not missing:
+                return self.directory.ask(lambda s: [s.get(key).decode() for key in keys])
+            if time.monotonic() > deadline:
+                raise PeerError(
+                    f"worker(s) {', '.join(map(str, missing))} did not show up within {self.timeout:g} s; check that "
+                    "every worker was started and calls decentralize()"
+                )
+            time.sleep(0.02)
+
+    def enter(self, description: str, agree: Callable[[list[str]], None]) -> bool:
+        """Found the job with the others, or find it running: then True, and `admit` once its state is here."""
+        current = self.directory.ask(lambda s: look(s, "record"))
+        if not current:
+            agree(self.share("description", description))
+            entries = self.share("member", json.dumps(asdict(self.me)))
+            members = {r: Member(**json.loads(text)) for r, text in enumerate(entries)}
+            founding = Record(1, members, [0] * len(self.rounds)).text()
+            current = self.directory.ask(lambda s: _settle(s, "record", founding))
+            if self.rank == 0:
+                self.directory.ask(lambda s: s.set("founded", description))
+        else:
+            agree([self._ask_patiently(lambda s: s.get("founded").decode()), description])
+        record = Record.parse(current)
+        joins = record.members.get(self.rank) != self.me
+        if not joins:
+            self._apply(record)
+        self.known = record
+        for thread in self._threads:
+            thread.start()
+        return joins
+
+    def donors(self) -> list[Member]:
+        """Members who may hand over their state, those of this node first."""
+        record = Record.parse(self.directory.ask(lambda s: look(s, "record")))
+        others = [(m.node != self.me.node, r, m) for r, m in record.members.items() if r != self.rank]
+        return [m for _, _, m in sorted(others, key=lambda entry: entry[:2])]
+
+    def admit(self, rounds: list[int]) -> None:
+        """Become a member, as a new process, with a state that is `rounds` old."""
+        self.rounds = list(rounds)
+        self.me = replace(self.me, incarnation=secrets.token_hex(8))
+        self._change(lambda record: self._with_me(record))
+
+    def _with_me(self, record: Record) -> Record | None:
+        if record.members.get(self.rank) == self.me:
+            return None
+        return self._next(record, {**record.members, self.rank: self.me})
+
+    @property
+    def excluded(self) -> bool:
+        """The others go on without this worker: it was silent for too long, or cut off."""
+        return self.record.members.get(self.rank) != self.me
+
+    def leave(self) -> None:
+        """Say goodbye: the others go on without waiting for this worker."""
+        self.links.send_all(Header(Kind.BYE, self.run))
+        with suppress(Unreachable):
+            self._change(lambda record: self._without(record, self.rank, self.me))
+
+    def close(self) -> None:
+        self._stopped = True
+        self._hurry.set()
+        self._hurry_connect.set()
+        self.links.close()
+        self.directory.close()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=1.0)
+
+    # -- what the engine asks ------------------------------------------------------------------------------------
+
+    def ahead(self, lane: int) -> int:
+        """The furthest round that any member was heard to be in."""
+        return max((p.rounds[lane] for p in list(self.links.peers.values()) if p.rounds and not p.dead), default=0)
+
+    def want(self, rank: int) -> None:
+        """Have a link with this member."""
+        if rank not in self._wanted:
+            self._wanted.add(rank)
+            self._hurry_connect.set()
+
+    def neighbors(self, ranks: Iterable[int]) -> None:
+        """Have links with exactly these members, and watch whether they live."""
+        self._wanted = set(ranks) - {self.rank}
+        self._hurry_connect.set()
+
+    def plan(self, description: bytes) -> bytes:
+        """What stands in every message of this epoch."""
+        return digest(description.hex(), self.record.text())
+
+    # -- agreement -----------------------------------------------------------------------------------------------
+
+    def _change(self, proposal: Callable[[Record], Record | None]) -> None:
+        """Propose until it is agreed or no longer needed; `proposal` makes the next record of the current one."""
+        while True:
+            text = self.directory.ask(lambda s: look(s, "record"))
+            record = Record.parse(text)
+            following = proposal(record)
+            if following is None:
+                self._apply(record)
+                return
+            wanted = following.text()
+            if self.directory.ask(lambda s: s.compare_set("record", text, wanted).decode()) == wanted:  # noqa: B023
+                self._apply(following)
+                return
+
+    def _next(self, record: Record, members: dict[int, Member]) -> Record:
+        furthest = [max(own, self.ahead(lane)) for lane, own in enumerate(self.rounds)]
+        return Record(record.epoch + 1, members, [k + MARGIN for k in furthest])
+
+    def _without(self, record: Record, rank: int, member: Member) -> Record | None:
+        if record.members.get(rank) != member:
+            return None
+        return self._next(record, {r: m for r, m in record.members.items() if r != rank})
+
+    def _apply(self, record: Record) -> None:
+        """Follow a newer record, and pass it on."""
+        if record.epoch <= self.record.epoch:
+            return
+        gone = [r for r in self.record.members if r not in record.members and r != self.rank]
+        self.record = record
+        text = record.text().encode()
+        self.links.send_all(Header(Kind.EPOCH, self.run, len(text), epoch=record.epoch), text)
+        for rank, member in record.members.items():
+            if rank != self.rank:
+                self.links.know(rank, member.incarnation, (member.host, member.port))
+        if not self.excluded:
+            for rank in gone:
+                peer = self.links.peer(rank)
+                peer.dead = peer.dead or "is no longer a member"
+                if peer.link is not None:
+                    peer.link.close("it is no longer a member")
+        self.links.inbox.replanned(record.epoch, record.starts)
+        self._hurry_connect.set()
+
+    def _agree(self) -> None:
+        """Look at the directory now and then, and propose what was found to be needed."""
+        while not self._stopped:
+            self._hurry.wait(LOOK)
+            self._hurry.clear()
+            with suppress(Unreachable, ValueError, KeyError, TypeError):
+                while not self._proposals.empty():
+                    self._change(self._proposals.get())
+                text = self.directory.ask(lambda s: look(s, "record"))
+                if text:
+                    self._apply(Record.parse(text))
+
+    def _ask_patiently(self, request: Callable[[Any], Any]) -> Any:
+        """At the start the directory itself may be late."""
+        return self.directory.ask(request, self.timeout + ANSWER)
+
+    # -- signs of life -------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        last = time.monotonic()
+        proposed: set[str] = set()
+        while not self._stopped:
+            now = time.monotonic()
+            if now - last > 10 * BEAT:  # it was this worker that stood still
+                for peer in list(self.links.peers.values()):
+                    peer.heard = now
+            last = now
+            told = json.dumps(self.rounds).encode()
+            self.links.send_all(Header(Kind.BEAT, self.run, len(told), epoch=self.record.epoch), told)
+            for rank in sorted(self._wanted & set(self.record.members)):
+                peer, member = self.links.peer(rank), self.record.members[rank]
+                if peer.incarnation != member.incarnation:
+                    continue
+                if peer.link is None and not peer.dead and rank not in self._connecting:
+                    self._connecting.add(rank)
+                    threading.Thread(target=self._connect, args=(peer,), name="gossamer-connect", daemon=True).start()
+                silent = now - peer.heard > self.hard
+                if silent and peer.link is not None:
+                    peer.link.close(f"it was silent for {self.hard:g} s")
+                if (peer.dead or silent) and member.incarnation not in proposed and not self.excluded:
+                    proposed.add(member.incarnation)
+                    self._proposals.put(lambda record, r=rank, m=member: self._without(record, r, m))  # type: ignore[misc]
+                    self._hurry.set()
+            self._hurry_connect.wait(BEAT)
+            self._hurry_connect.clear()
+
+    def _connect(self, peer: Peer) -> None:
+        try:
+            if not self.links.connect(peer) and not peer.dead:
+                self._hurry.set()  # perhaps we are no longer a member
+                time.sleep(RETRY)
+        finally:
+            self._connecting.discard(peer.rank)
+
+    def _hello(self) -> dict[str, Any]:
+        return {
+            "run": self.run.hex(),
+            "rank": self.rank,
+            "incarnation": self.me.incarnation,
+            "epoch": self.record.epoch,
+            "rounds": self.rounds,
+        }
+
+    def _accept(self, hello: dict[str, Any]) -> None:
+        """Raise Refused unless a member of the current epoch is there."""
+        member = self.record.members.get(int(hello["rank"]))
+        if member is None or member.incarnation != hello["incarnation"]:
+            self._hurry.set()  # perhaps it is newer than what we know
+            raise Refused(f"worker {hello['rank']} is not a member of epoch {self.record.epoch}")
+        self.links.peer(int(hello["rank"])).rounds = [int(k) for k in hello["rounds"]]
+
+    def _told(self, peer: Peer, header: Header, payload: bytes) -> None:
+        try:
+            if header.kind is Kind.BEAT:
+                peer.goes_on([int(k) for k in json.loads(payload)])
+                if header.epoch > self.record.epoch:
+                    self._hurry.set()
+            elif header.kind is Kind.EPOCH:
+                self._apply(Record.parse(payload.decode()))
+            elif header.kind is Kind.BYE:
+                self.left.add(peer.rank)
+                peer.dead = "has left"
+                self.links.inbox.lost(peer.rank, "it has left")
+        except (ValueError, KeyError, TypeError) as error:
+            raise Refused(f"what worker {peer.rank} says of itself cannot be read: {error}") from error
+
+
+def own_address() -> str:
+    """The address of the interface that GLOO_SOCKET_IFNAME names, else of the one that leads to the directory."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
+        return socket.inet_ntoa(answer[20:24])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(found_at())
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _settle(store: Any, key: str, value: str) -> str:
+    """The first value that anybody gave this key."""
+    held: str = store.compare_set(key, "", value).decode()
+    return held

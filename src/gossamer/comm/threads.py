@@ -1,0 +1,81 @@
+"""Threads that carry out exchanges whose messages must be waited for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import abstractmethod
+from contextlib import nullcontext
+
+from gossamer.comm.exchange import Batch, Scratch
+from gossamer.comm.pace import Pace
+from gossamer.comm.transport import Channel, Job, clock
+
+
+class ThreadedChannel(Channel):
+    """Threads that carry out exchanges, each in launch order. Exchange b runs on thread b modulo their number, on
+    every worker alike, so that all workers perform a thread's exchanges in one order and none can wait in a circle."""
+
+    def __init__(self, index: int, threads: int, pace: Pace | None):
+        self._index, self._pace = index, pace
+        self._done = threading.Condition()
+        self._pending = 0
+        self._queues: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._work, args=(q,), name=f"gossamer-{index}-{t}", daemon=True)
+            for t, q in enumerate(self._queues)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @abstractmethod
+    def _carry(self, batch: Batch, job: Job) -> None:
+        """Move a batch's messages."""
+
+    @abstractmethod
+    def _cut(self) -> None:
+        """End everything under way: nobody will answer any more."""
+
+    def launch(self, job: Job) -> None:
+        with self._done:
+            self._pending += 1
+        self._queues[job.bucket % len(self._queues)].put(job)
+
+    def wait(self, job: Job, timeout: float) -> bool:
+        with self._done:
+            return self._done.wait_for(lambda: job.done, timeout)
+
+    def close(self, drain: float) -> None:
+        try:
+            with self._done:
+                self._done.wait_for(lambda: self._pending == 0, drain)
+        finally:
+            for q in self._queues:
+                q.put(None)
+            if self._pending:
+                self._cut()
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+
+    def _work(self, jobs: queue.SimpleQueue[Job | None]) -> None:
+        scratch = Scratch()
+        while (job := jobs.get()) is not None:
+            job.started = clock()
+            try:
+                self._perform(job, scratch)
+            except BaseException as error:  # handed to the training thread, which raises it
+                job.error = error
+            with self._done:
+                job.finished = clock()
+                self._pending -= 1
+                self._done.notify_all()
+
+    def _perform(self, job: Job, scratch: Scratch) -> None:
+        steps = job.make(scratch)
+        try:
+            while True:
+                batch = next(steps)
+                with self._pace(batch.sends) if self._pace is not None else nullcontext():
+                    self._carry(batch, job)
+        except StopIteration as stop:
+            job.result = stop.value

@@ -1,0 +1,56 @@
+"""The topology of those who are left: made anew where the family fits any number of workers, else cut down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import networkx as nx
+
+from gossamer.errors import InputError
+from gossamer.topology.core import Layout, Round, Topology
+from gossamer.topology.registry import build
+
+
+def replanned(spec: Any, founding: Topology, alive: Sequence[int], layout: Layout) -> Topology:
+    """The topology for the workers `alive` of `founding`, on their `layout`.
+
+    A named family is built again for as many as there are. A custom topology loses the others: groups average those
+    who are left, and the weight that a worker gave to a missing one goes back to itself. Where that falls apart into
+    several components, which would never agree, an alternating exponential ring takes its place.
+    """
+    if len(alive) == founding.n:
+        return founding
+    if isinstance(spec, str) and not spec.strip().endswith(".json"):
+        return build(spec, layout)
+    rest = restricted(founding, alive, layout)
+    return rest if _joined(rest) else build("aer", layout)
+
+
+def restricted(topology: Topology, alive: Sequence[int], layout: Layout) -> Topology:
+    """The rounds of `topology` among `alive`, numbered 0.. in that order."""
+    if layout.n != len(alive):
+        raise InputError(f"the layout has {layout.n} workers, but {len(alive)} are alive")
+    place = {worker: at for at, worker in enumerate(alive)}
+    rounds = [_restricted(topology.round(k), place) for k in range(topology.period)]
+    return Topology.of_rounds(f"{topology.name}, {len(alive)} of {topology.n} alive", layout, rounds)
+
+
+def _restricted(made: Round, place: dict[int, int]) -> Round:
+    if made.weights is None:
+        return Round.uniform(len(place), [[place[w] for w in g if w in place] for g in made.groups])
+    weight = {(i, j): w for i, j, w in made.weights}
+    # The smaller of both directions keeps rows and columns at one, also where a round was not symmetric.
+    kept = [
+        (place[i], place[j], min(w, weight.get((j, i), 0.0)))
+        for (i, j), w in weight.items()
+        if i in place and j in place
+    ]
+    return Round.weighted(len(place), kept)
+
+
+def _joined(topology: Topology) -> bool:
+    graph = nx.Graph()
+    graph.add_nodes_from(range(topology.n))
+    graph.add_edges_from(topology.union_edges().tolist())
+    return bool(nx.is_connected(graph))
