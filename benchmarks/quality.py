@@ -94,13 +94,13 @@ def skewed(args: argparse.Namespace) -> Study:
 
 def lm(args: argparse.Namespace) -> Study:
     options = {"context": 32, "batch": args.batch or 2}
-    steps = args.steps or 250
+    steps = args.steps or 200
     longer = {"steps": steps * 3 // 2}
     settings = [
         Setting("ddp", "ddp"),
+        Setting("dadam:aer inside", "dadam:aer", INSIDE),
         Setting("dadam:aer", "dadam:aer"),
         Setting("accumadam:aer", "accumadam:aer"),
-        Setting("dadam:aer inside", "dadam:aer", INSIDE),
         Setting("accumadam:aer inside", "accumadam:aer", INSIDE),
         Setting("dadam:aer, 1.5 times the steps", "dadam:aer", longer, like="dadam:aer"),
         Setting("dadam:aer inside, 1.5 times the steps", "dadam:aer", {**INSIDE, **longer}, like="dadam:aer inside"),
@@ -128,19 +128,19 @@ def sensitivity(args: argparse.Namespace) -> Study:
             settings.append(
                 Setting(f"n=16 {method[:-4]} beta2={beta2:g} lr 0.016", method, values, 16e-3, search=False)
             )
-    return Study(settings, {"task": "lm", "steps": args.steps or 250}, 8e-3, seeds=1)
+    return Study(settings, {"task": "lm", "steps": args.steps or 200}, 8e-3, seeds=1)
 
 
 def asynchronous(args: argparse.Namespace) -> Study:
     """AD-PSGD and A2CiD2 with a constant rate, so that there is a stationary phase; the same exchanges for both."""
     settings = []
     for n in (16, 64):
-        steps = args.steps or (240 if n == 16 else 640)
+        steps = args.steps or (160 if n == 16 else 640)
         if n == 16:
             options = {"data": args.data or FASHION, "width": 4, "norm": "group", "batch": 4, "evaluate_on": 32}
         else:
             options = {"width": 2, "norm": "group", "batch": 4, "evaluate_on": 32}
-        base = {"per_node": [n], "steps": steps, "schedule": "constant", "eval_every": steps // 32}
+        base = {"per_node": [n], "steps": steps, "schedule": "constant", "eval_every": steps // 20}
         for partition in ("dirichlet:0.1", "iid"):
             for method in ("ad-psgd:ring", "a2cid2:ring"):
                 values = {**base, "options": {**options, "partition": partition}}
