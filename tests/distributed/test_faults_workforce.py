@@ -1,0 +1,166 @@
+"""Workers that live and die on their own, and links that are cut: what the chaos suite does to a job."""
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from gossamer import InputError
+from gossamer.lab import Cluster, LabUnavailable, why_unavailable
+from gossamer.lab.faults import Workforce
+
+needs_namespaces = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+
+
+def count(rank: int, path: str, seconds: float = 30.0) -> str:
+    """Add a line every 10 ms."""
+    deadline = time.monotonic() + seconds
+    with Path(path).open("a", buffering=1) as file:
+        while time.monotonic() < deadline and not Path(f"{path}.end").exists():
+            print(os.environ["RANK"], file=file)
+            time.sleep(0.01)
+    return f"{rank} was told"
+
+
+def fail(rank: int) -> None:
+    raise ValueError(f"no luck on {rank}")
+
+
+def listen(rank: int, path: str) -> list[str]:
+    """Every line that arrives, until the peer hangs up; also written to a file as they come."""
+    with socket.create_server(("", 5000)) as server, Path(path).open("a", buffering=1) as file:
+        connection, _ = server.accept()
+        with connection.makefile() as lines:
+            return [line.strip() for line in lines if file.write(line)]
+
+
+def talk(rank: int, address: str, path: str) -> str:
+    """Say a number every 10 ms until told to end; write down how many were said."""
+    for _ in range(200):
+        try:
+            connection = socket.create_connection((address, 5000), 5)
+            break
+        except OSError:
+            time.sleep(0.05)
+    with connection:
+        said = 0
+        while not Path(f"{path}.end").exists():
+            connection.sendall(f"{said}\n".encode())
+            said += 1
+            Path(path).write_text(str(said))
+            time.sleep(0.01)
+    return str(said)
+
+
+def grows(path: Path, seconds: float = 20.0) -> bool:
+    """Whether a file becomes longer within some time."""
+    before = path.stat().st_size if path.exists() else 0
+    for _ in range(int(seconds / 0.05)):
+        if path.exists() and path.stat().st_size > before:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def ends(force: Workforce, rank: int):
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        for worker in force.poll(0.2):
+            if worker.rank == rank:
+                return worker
+    raise AssertionError(f"worker {rank} did not end")
+
+
+def test_a_death_leaves_the_others_alone_and_a_replacement_takes_the_place(tmp_path):
+    files = [tmp_path / str(rank) for rank in range(2)]
+    with Workforce(2) as force:
+        for rank in range(2):
+            force.start(rank, count, str(files[rank]))
+        assert grows(files[0])
+        assert grows(files[1])
+        with pytest.raises(InputError, match="place of rank 0 is taken"):
+            force.start(0, count, str(files[0]))
+        force.kill(0)
+        dead = ends(force, 0)
+        assert (dead.ending, dead.why, dead.killed, dead.generation) == ("died", "killed by SIGKILL", True, 0)
+        assert grows(files[1])
+        assert force.start(0, count, str(files[0])).generation == 1
+        assert grows(files[0])
+        (tmp_path / "1.end").touch()
+        told = ends(force, 1)
+        assert (told.ending, told.value) == ("returned", "1 was told")
+        pids = [w.pid for w in force.workers]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_stopped_worker_stands_still_until_it_is_resumed(tmp_path):
+    path = tmp_path / "0"
+    with Workforce(1) as force:
+        worker = force.start(0, count, str(path))
+        assert grows(path)
+        force.stop(0)
+        for _ in range(100):
+            if Path(f"/proc/{worker.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T":
+                break
+            time.sleep(0.05)
+        assert not grows(path, 0.5)
+        force.resume(0)
+        assert grows(path)
+
+
+def test_a_worker_that_raises_or_is_killed_from_outside_is_told_apart():
+    with Workforce(2) as force:
+        force.start(0, fail)
+        raised = ends(force, 0)
+        assert raised.ending == "raised"
+        assert "ValueError: no luck on 0" in raised.why
+        worker = force.start(1, time.sleep)
+        os.kill(worker.pid, signal.SIGTERM)
+        assert not worker.killed
+        with pytest.raises(InputError, match="ranks are 0 to 1, got 2"):
+            force.start(2, fail)
+
+
+def test_descriptors_do_not_pile_up():
+    with Workforce(1) as force:
+        force.start(0, fail)
+        ends(force, 0)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with Workforce(1) as force:
+            force.start(0, fail)
+            force.kill(0)
+            ends(force, 0)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_links_on_loopback_cannot_be_cut():
+    with Cluster(2, 1, network="loopback") as cluster, pytest.raises(LabUnavailable, match="use namespaces"):
+        cluster.cut(1)
+
+
+@pytest.mark.requires_root
+@needs_namespaces
+@pytest.mark.parametrize("silently", [False, True])
+def test_nothing_passes_a_cut_and_everything_after_it(tmp_path, silently):
+    path, heard = tmp_path / "said", tmp_path / "heard"
+    with Cluster(2, 1, link="50mbit", check=False) as cluster, cluster.workforce() as force:
+        with pytest.raises(InputError, match="nodes are 0 to 1, got 2"):
+            cluster.cut(2)
+        force.start(0, listen, str(heard))
+        force.start(1, talk, "10.77.0.1", str(path))
+        assert grows(heard)
+        cluster.cut(1, silently=silently)
+        time.sleep(0.3)  # what had passed the link may still be on its way into the file
+        assert not grows(heard, 0.7)
+        cluster.mend(1)
+        assert grows(heard)
+        cluster.slow(1, "1mbit")
+        cluster.slow(1, None)
+        (tmp_path / "said.end").touch()
+        listener = ends(force, 0)
+        assert listener.ending == "returned"
+        assert listener.value == [str(k) for k in range(int(path.read_text()))]
