@@ -23,7 +23,12 @@ from gossamer.comm.inbox import Inbox, Key
 CHUNK = 2**18  # bytes read or written at once
 POLL = 0.05  # seconds between looks at whether a send was given up
 CONNECT = 1.0  # seconds for a connection and its handshake
+STRANGER = -1  # whoever is not known by a rank
 TRASH = memoryview(bytearray(CHUNK))
+
+
+class NotMember(Refused):
+    """One of us, but not of this epoch: it will learn of it, or we shall."""
 
 
 class Lost(ConnectionError):
@@ -311,6 +316,6 @@ class Links:
             self._accept(hello)
             self._install(self.peer(int(hello["rank"])), connection)
         except (OSError, Refused, struct.error, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, Refused):
-                self.refused(-1, str(error))
+            if isinstance(error, Refused) and not isinstance(error, NotMember):
+                self.refused(STRANGER, str(error))
             connection.close()

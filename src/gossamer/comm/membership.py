@@ -25,11 +25,12 @@ from typing import Any
 from gossamer.comm.directory import ANSWER, Directory, Unreachable, found_at, look
 from gossamer.comm.dist import node_name
 from gossamer.comm.frames import Header, Kind, Refused, digest
-from gossamer.comm.links import Links, Peer
+from gossamer.comm.links import Links, NotMember, Peer
 from gossamer.comm.transport import PeerError
 
 BEAT = 0.1  # seconds between signs of life
 LOOK = 0.5  # seconds between looks at the directory
+LONGEST_LOOK = 4.0  # when it does not answer
 RETRY = 0.2  # seconds between attempts to connect
 MARGIN = 2  # rounds between a proposal and its start
 
@@ -82,6 +83,7 @@ class Membership:
         self._proposals: queue.SimpleQueue[Callable[[Record], Record | None]] = queue.SimpleQueue()
         self._hurry, self._hurry_connect = threading.Event(), threading.Event()
         self._stopped = False
+        self._halt = threading.Event()
         self.links = Links(
             rank,
             self.run,
@@ -169,6 +171,7 @@ class Membership:
 
     def close(self) -> None:
         self._stopped = True
+        self._halt.set()
         self._hurry.set()
         self._hurry_connect.set()
         self.links.close()
@@ -245,15 +248,26 @@ class Membership:
 
     def _agree(self) -> None:
         """Look at the directory now and then, and propose what was found to be needed."""
+        pause, needed = LOOK, None
         while not self._stopped:
-            self._hurry.wait(LOOK)
-            self._hurry.clear()
-            with suppress(Unreachable, ValueError, KeyError, TypeError):
-                while not self._proposals.empty():
-                    self._change(self._proposals.get())
+            if pause == LOOK:
+                self._hurry.wait(LOOK)
+                self._hurry.clear()
+            else:  # it is gone: do not hammer its port
+                self._halt.wait(pause)
+            try:
+                while needed is not None or not self._proposals.empty():
+                    needed = needed or self._proposals.get()
+                    self._change(needed)
+                    needed = None
                 text = self.directory.ask(lambda s: look(s, "record"))
                 if text:
                     self._apply(Record.parse(text))
+                pause = LOOK
+            except Unreachable:
+                pause = min(2 * pause, LONGEST_LOOK)
+            except (ValueError, KeyError, TypeError):  # not a record: somebody else writes there
+                pause = LONGEST_LOOK
 
     def _ask_patiently(self, request: Callable[[Any], Any]) -> Any:
         """At the start the directory itself may be late."""
@@ -311,7 +325,7 @@ class Membership:
         member = self.record.members.get(int(hello["rank"]))
         if member is None or member.incarnation != hello["incarnation"]:
             self._hurry.set()  # perhaps it is newer than what we know
-            raise Refused(f"worker {hello['rank']} is not a member of epoch {self.record.epoch}")
+            raise NotMember(f"worker {hello['rank']} is not a member of epoch {self.record.epoch}")
         self.links.peer(int(hello["rank"])).rounds = [int(k) for k in hello["rounds"]]
 
     def _told(self, peer: Peer, header: Header, payload: bytes) -> None:
