@@ -15,11 +15,12 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import sys
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from gossamer.checkpoint.state import State, bare, blend, mixed_by, random_state
 from gossamer.errors import GossamerError, GossamerWarning, InputError
 
 POLL = 0.02  # seconds between looks for the other workers' parts
-LEAVE_WITHIN = 30.0  # seconds that the end of the program waits for a checkpoint under way
+LEAVE_WITHIN = 10.0  # seconds that the end of the program waits for the other workers' parts
 
 Extra = Mapping[str, Any] | None
 
@@ -324,7 +325,6 @@ _open: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
 
 @atexit.register
 def _finish() -> None:
-    """Where the user forgot wait(): the last checkpoint is worth a moment."""
-    closing: list[Callable[..., None]] = [c.close for c in list(_open)]
-    for close in closing:
-        close()
+    """Where the user forgot wait(): the last checkpoint is worth a moment, less so after an error of this program."""
+    for checkpoints in list(_open):
+        checkpoints.close(1.0 if hasattr(sys, "last_value") else LEAVE_WITHIN)
