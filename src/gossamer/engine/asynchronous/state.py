@@ -13,7 +13,7 @@ from gossamer.comm import Job
 from gossamer.engine.flat import Bucket
 from gossamer.topology.rates import Rates
 
-CHUNK = 2**16  # elements
+CHUNK = 2**17  # elements
 ALPHA = 0.5  # of an exchange, on x
 
 
