@@ -1,6 +1,7 @@
 """`gossamer train`, `compare` and `report` on virtual workers, and what they say to bad input."""
 
 import json
+import sys
 
 import pytest
 
@@ -93,3 +94,76 @@ def test_bad_input_is_one_sentence(arguments, sentence, capsys, tmp_path, monkey
     assert sentence in said
     assert said.count("\n") == 1
     assert not list(tmp_path.iterdir())  # nothing was begun
+
+
+def pairs(folder, train=("a", "b"), target=("c", "d")):
+    folder.mkdir()
+    files = {"train.en": train, "train.de": target}
+    for name in ("val.en", "val.de", "test.en", "test.de"):
+        files[name] = ("a",)
+    for name, lines in files.items():
+        (folder / name).write_text("".join(f"{line}\n" for line in lines))
+    return ["translate", "--data", str(folder), "--src", "en", "--tgt", "de"]
+
+
+def text(folder, content):
+    folder.mkdir()
+    (folder / "a.txt").write_text(content)
+    return ["lm", "--data", str(folder)]
+
+
+def images(folder, sizes):
+    Image = pytest.importorskip("PIL.Image")
+    for at, size in enumerate(sizes):
+        (folder / "train" / f"class{at}").mkdir(parents=True)
+        (folder / "test" / f"class{at}").mkdir(parents=True)
+        for place in ("train", "test"):
+            Image.new("RGB", (size, size)).save(folder / place / f"class{at}" / "0.png")
+    return ["vision", "--data", str(folder)]
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda f: ["vision", "--data", str(f)], "is not a directory: name the one that holds"),
+        (lambda f: ["translate", "--data", str(f)], "is not a directory: name the one that holds train.en"),
+        (lambda f: ["lm", "--data", str(f)], "does not exist"),
+        (lambda f: pairs(f, target=("c",)), "train.en has 2 lines"),
+        (lambda f: pairs(f, train=(), target=()), "empty"),
+        (lambda f: text(f, ""), "empty"),
+        (lambda f: text(f, "x"), "too short"),
+        (lambda f: images(f, (8, 9)), "image_size"),
+        (lambda f: [*pairs(f), "--vocabulary", "9000"], "vocabulary"),
+        (lambda f: [*pairs(f), "--virtual", "4"], "4 workers"),
+        (lambda f: ["vision", "--virtual", "1500"], "1500 workers"),
+    ],
+)  # fmt: skip
+def test_bad_data_is_one_sentence(make, sentence, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = make(tmp_path / "data")
+    code = main(["train", *arguments, *([] if "--virtual" in arguments else ["--virtual", "2"]), "--out", "run"])
+    said = capsys.readouterr().err
+    assert code == 2
+    assert sentence in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensorboard_files(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = tmp_path / "run"
+    assert main(["train", "vision", *TINY, "--method", "dadam:ring", "--out", str(out), "--tensorboard", "--json"]) == 0
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == [1, 2, 3]
+    assert events.Scalars("averaged/accuracy")[-1].step == 3
+
+
+def test_tensorboard_missing_is_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    out = ["--out", str(tmp_path / "run")]
+    assert main(["train", "vision", *TINY, "--method", "dadam:ring", *out, "--tensorboard"]) == 2
+    assert "--tensorboard needs the package tensorboard; pip install tensorboard" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -73,15 +73,20 @@ class Display(AbstractContextManager["Display"]):
         return "  ".join(parts)
 
 
-def tensorboard(folder: Path) -> Callable[[Row], None]:
-    """Writes every row as scalars to the run's folder."""
+def summary_writer() -> Any:
+    """TensorBoard's class, if it is installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise InputError(
             "--tensorboard needs the package tensorboard; pip install tensorboard, or leave it out"
         ) from None
-    writer = SummaryWriter(str(folder / "tensorboard"))
+    return SummaryWriter
+
+
+def tensorboard(folder: Path) -> Callable[[Row], None]:
+    """Writes every row as scalars to the run's folder."""
+    writer = summary_writer()(str(folder / "tensorboard"))
     atexit.register(writer.close)  # a run that is stopped keeps its last steps
 
     def write(row: Row) -> None:

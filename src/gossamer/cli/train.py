@@ -10,6 +10,7 @@ import typer
 
 from gossamer.cli.options import command_app
 from gossamer.cli.output import print_json, print_rich
+from gossamer.cli.progress import summary_writer
 from gossamer.cli.run_options import EXTRA, RunFlags, with_run_flags
 from gossamer.errors import GossamerError, InputError
 
@@ -43,6 +44,8 @@ def train(
     from gossamer.cli.training import default_folder
     from gossamer.comm.world import launched
 
+    if tensorboard:
+        summary_writer()  # missing? say so before anything is begun
     decided = {"method": method, "lr": lr, "seed": seed, "checkpoint_every": checkpoint_every}
     given = {k: v for k, v in {**flags.named(), **decided}.items() if v is not None}
     if resume is not None and (flags.task is not None or flags.extra or set(given) - {"steps"}):
