@@ -449,7 +449,8 @@ def interrupted(rank, decentralize, trials):
                 ends.append(type(error).__name__)
             timer.cancel()
             with contextlib.suppress(KeyboardInterrupt):
-                timer.join()
+                if timer.ident is not None:  # else another worker's end came before this one had begun
+                    timer.join()
                 time.sleep(0.05)
             torch.distributed.barrier()
             ends.append(ours())
