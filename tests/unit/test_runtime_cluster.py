@@ -57,7 +57,7 @@ def test_toml_and_json_round_trip(tmp_path):
         (("links", "inter", "speed"), 3, "unknown key 'links.inter.speed'; it takes bandwidth_gbps, latency_us"),
         (("links", "pairs", 0, "speed"), 3, "unknown key 'links.pairs.0.speed'"),
         (("compute", "sigma"), 3, "unknown key 'compute.sigma'; it takes seconds, jitter"),
-        (("links", "inter", "bandwidth_gbps"), -1, "bandwidth_gbps: .*greater than 0, got -1"),
+        (("links", "inter", "bandwidth_gbps"), -1, "bandwidth_gbps: .*greater than or equal to 0.000001, got -1"),
         (("links", "inter", "bandwidth_gbps"), float("nan"), "finite"),
         (("links", "inter"), None, "lacks 'links.inter'"),
         (("nodes",), 3, "per_node lists 2 nodes but nodes says 3"),
@@ -70,6 +70,8 @@ def test_toml_and_json_round_trip(tmp_path):
         (("links", "pairs", 0, "nodes"), [0, 2], "must join two of the nodes 0..1"),
         (("model", "buckets"), 0, "model.buckets"),
         (("ddp", "allreduce"), "magic", "'ring' or 'best'"),
+        (("ddp", "bucket_mb"), 1e-6, "more than 65536 buckets; use larger ones"),
+        (("per_node",), [65000, 65000], "at most 65536 workers, got 130000"),
         (("ddp", "backward_share"), 1.5, "less than or equal to 1"),
     ],
 )

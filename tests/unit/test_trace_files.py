@@ -2,11 +2,15 @@
 
 import gzip
 import json
+import math
 import threading
+from collections import defaultdict
 
 import pytest
 
 from gossamer.errors import InputError
+from gossamer.runtime.predict import predict, predicted_trace
+from gossamer.runtime.presets import PRESETS
 from gossamer.trace import Span, Trace, TraceWriter, merge, read, read_chrome, to_chrome, write_chrome
 
 NODE = (0, 0, 1)
@@ -130,17 +134,65 @@ def test_chrome_is_what_viewers_open():
     complete = [e for e in data["traceEvents"] if e["ph"] == "X"]
     assert all({"name", "cat", "pid", "tid", "ts", "dur", "args"} <= e.keys() for e in complete)
     compute = next(e for e in complete if e["cat"] == "compute")
-    assert (compute["pid"], compute["tid"], compute["ts"], compute["dur"]) == (0, 0, 0.0, 250_000.0)
+    assert (compute["pid"], compute["tid"], compute["ts"], compute["dur"]) == (1, 1, 0.0, 250_000.0)
     wait = next(e for e in complete if e["cat"] == "wait")
     assert wait["name"] == "wait for worker 1"
     # slices of one thread must nest: an exchange overlaps compute, so it has a thread of its own
     exchange = next(e for e in complete if e["cat"] == "exchange")
     assert exchange["tid"] != compute["tid"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
-    assert names[0, 0] == "worker 0"
-    assert names[0, exchange["tid"]] == "worker 0 exchange, bucket 2"
+    assert names[1, 1] == "worker 0"
+    assert names[1, exchange["tid"]] == "worker 0 exchange, bucket 2"
     processes = {e["pid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "process_name"}
-    assert processes == {0: "node 0", 1: "node 1"}
+    assert processes == {1: "node 0", 2: "node 1"}
+
+
+def check_trace_events(data):
+    """The rules of the Trace Event Format, and those of Perfetto's importer beyond it."""
+    assert data["displayTimeUnit"] in ("ms", "ns")
+    named, threads = set(), defaultdict(list)
+    for e in data["traceEvents"]:
+        assert isinstance(e["name"], str)
+        assert type(e["pid"]) is type(e["tid"]) is int
+        assert e["pid"] > 0  # Perfetto keeps 0 for the idle process
+        assert e["tid"] < 2**31
+        assert e["ph"] in ("X", "M")
+        if e["ph"] == "M":
+            assert e["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
+            assert list(e["args"]) == ["sort_index" if e["name"].endswith("index") else "name"]
+            if e["name"] == "thread_name":
+                named.add((e["pid"], e["tid"]))
+            continue
+        assert e["tid"] > 0
+        assert isinstance(e["cat"], str)
+        assert isinstance(e["args"], dict)
+        assert math.isfinite(e["ts"])
+        assert e["dur"] >= 0
+        ends = [round(1e3 * e["ts"]), round(1e3 * (e["ts"] + e["dur"]))]  # whole nanoseconds
+        assert ends == pytest.approx([1e3 * e["ts"], 1e3 * (e["ts"] + e["dur"])], abs=1e-2)
+        threads[e["pid"], e["tid"]].append(ends)
+    assert set(threads) <= named
+    for slices in threads.values():  # one after another, or nested
+        open_until = []
+        for begin, end in sorted(slices, key=lambda s: (s[0], -s[1])):
+            while open_until and open_until[-1] <= begin:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1]
+            open_until.append(end)
+    json.loads(json.dumps(data, allow_nan=False))
+
+
+@pytest.mark.parametrize("method", ["ddp", "dadam:aer", "dadam:exp:int8", "dadam:ring-static", "ad-psgd:ring"])
+def test_predicted_traces_keep_the_rules(method):
+    cluster = PRESETS["a40"].changed(compute={"update_seconds": 0.003})
+    result = predict(method, cluster, steps=20, trace_steps=8)
+    check_trace_events(to_chrome(predicted_trace(method, cluster, result)))
+
+
+def test_measured_traces_keep_the_rules(tmp_path):
+    for worker in range(3):
+        record(tmp_path, worker)
+    check_trace_events(to_chrome(merge(tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
@@ -166,6 +218,21 @@ def test_chrome_mistakes(tmp_path):
     path.write_text('{"traceEvents": [{"ph": "X", "cat": "kernel"}]}')
     with pytest.raises(InputError, match="no span of a category"):
         read_chrome(path)
+    for broken, message in (
+        ({"pid": 1, "ts": 0, "dur": 1, "tid": 1, "args": {"worker": 10**9}}, "event 0 of .* wrong value .worker"),
+        ({"pid": 1, "ts": float("nan"), "dur": 1, "tid": 1}, "event 0 of .* wrong value .time nan"),
+        ({"pid": 1, "ts": 0, "tid": 1}, "event 0 of .* lacks 'dur'"),
+        ({"pid": 1, "ts": 0, "dur": 1, "tid": 1, "args": {"worker": 0, "peer": 3}}, "speaks of worker 3 but has 1"),
+    ):
+        path.write_text(json.dumps([{"ph": "X", "cat": "compute", **broken}]))
+        with pytest.raises(InputError, match=message):
+            read_chrome(path)
+    packed = gzip.compress(b"[" + b" " * (1 << 20))
+    path.write_bytes(packed[:-9])
+    with pytest.raises(InputError, match="cannot read"):
+        read_chrome(path)
+    with pytest.raises(InputError, match="cannot write"):
+        write_chrome(Trace(spans(), (0, 1)), path / "below-a-file.json")
     path.write_bytes(gzip.compress(json.dumps(to_chrome(Trace(spans()[:1], (0, 0, 0)))).encode()))
     with pytest.raises(InputError, match="no span of workers 1, 2 of 3"):
         read_chrome(path)

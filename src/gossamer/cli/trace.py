@@ -43,7 +43,7 @@ def merge(
         return
     print_rich(
         f"{output}: {trace.workers} workers, {summary.steps} steps, {summary.step_time * 1e3:.1f} ms a step, "
-        f"{summary.seconds['waiting'] / summary.step_time:.1%} of it waiting"
+        f"{summary.seconds['waiting'] / (summary.step_time or 1.0):.1%} of it waiting"
     )
 
 

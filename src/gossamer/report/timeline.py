@@ -29,13 +29,13 @@ def draw(traces: Sequence[Trace], path: str | Path, *, title: str = "", unit: st
     count = sum(len(t.spans) for t in traces)
     if count > MAX_SPANS:
         raise InputError(f"{count} spans are too many to draw (at most {MAX_SPANS}); use fewer workers or steps")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".html":
-        _html(traces, path, title, unit)
-    elif path.suffix in (".svg", ".png", ".pdf"):
-        _picture(traces, path, title, unit)
-    else:
+    if path.suffix not in (".html", ".svg", ".png", ".pdf"):
         raise InputError(f"cannot draw to {str(path)!r}; name a file that ends in .html, .svg, .png or .pdf")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (_html if path.suffix == ".html" else _picture)(traces, path, title, unit)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}; choose another place") from None
     return path
 
 

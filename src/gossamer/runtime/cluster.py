@@ -19,8 +19,14 @@ from gossamer.runtime.compute import parse_jitter
 from gossamer.topology import Layout
 from gossamer.topology.schedule import bucket_count
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# Far outside of what exists, so that what is inside cannot overflow a prediction or the memory.
+Seconds = Annotated[float, Field(ge=1e-9, le=1e6, allow_inf_nan=False)]
+Gbps = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
+Megabytes = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
+MOST_WORKERS = 1 << 16
+MOST_BUCKETS = 1 << 12
+MOST_DDP_BUCKETS = 1 << 16
+Count = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
 MiB = 2**20
 
 
@@ -33,9 +39,9 @@ class Part(BaseModel):
 class Link(Part):
     """`flow_gbps`: what one connection reaches where it is less than the link (bonded interfaces, a busy CPU)."""
 
-    bandwidth_gbps: Positive
-    latency_us: NotNegative = 0.0
-    flow_gbps: Positive | None = None
+    bandwidth_gbps: Gbps
+    latency_us: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
+    flow_gbps: Gbps | None = None
 
     @property
     def bytes_per_second(self) -> float:
@@ -73,13 +79,13 @@ class Compute(Part):
     own part of a step: it comes after the exchange has arrived, so nothing overlaps it.
     """
 
-    seconds: Positive
+    seconds: Seconds
     jitter: str = "none"
-    per_worker: tuple[Positive, ...] | None = None
-    samples: tuple[Positive, ...] | None = None
-    reference_workers: Annotated[int, Field(ge=1)] | None = None
-    fixed_seconds: NotNegative = 0.0
-    update_seconds: NotNegative = 0.0
+    per_worker: Annotated[tuple[Seconds, ...], Field(min_length=1)] | None = None
+    samples: Annotated[tuple[Seconds, ...], Field(min_length=1)] | None = None
+    reference_workers: Count | None = None
+    fixed_seconds: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
+    update_seconds: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -121,16 +127,16 @@ class Compute(Part):
 class Model(Part):
     """`mb`: the fp32 parameters in 10^6 bytes; `buckets`: exchanges they are cut into (none: as the engine)."""
 
-    mb: Positive
-    buckets: Annotated[int, Field(ge=1)] | None = None
+    mb: Megabytes
+    buckets: Annotated[int, Field(ge=1, le=MOST_BUCKETS)] | None = None
 
     @property
     def bytes(self) -> float:
         return self.mb * 1e6
 
     def buckets_for(self, period: int) -> int:
-        """As given, or the engine's own choice."""
-        return self.buckets if self.buckets is not None else bucket_count(self.bytes, period)
+        """As given, or the engine's own choice; beyond `MOST_BUCKETS` a finer cut changes no prediction."""
+        return self.buckets if self.buckets is not None else min(bucket_count(self.bytes, period), MOST_BUCKETS)
 
 
 class Ddp(Part):
@@ -141,7 +147,7 @@ class Ddp(Part):
     `backward_share` is the part of the compute time during which gradients become ready.
     """
 
-    bucket_mb: Positive = 25.0
+    bucket_mb: Megabytes = 25.0
     allreduce: Literal["ring", "best"] = "ring"
     backward_share: Annotated[float, Field(ge=0, le=1)] = 2 / 3
 
@@ -150,8 +156,8 @@ class Cluster(Part):
     """The whole description. `layout_of` gives the workers' places; `load` reads a file or a preset."""
 
     name: str = ""
-    nodes: Annotated[int, Field(ge=1)]
-    per_node: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], ...]
+    nodes: Count
+    per_node: Count | tuple[Count, ...]
     links: Links
     compute: Compute
     model: Model
@@ -161,6 +167,14 @@ class Cluster(Part):
     def _consistent(self) -> Self:
         if not isinstance(self.per_node, int) and len(self.per_node) != self.nodes:
             raise ValueError(f"per_node lists {len(self.per_node)} nodes but nodes says {self.nodes}")
+        workers = self.nodes * self.per_node if isinstance(self.per_node, int) else sum(self.per_node)
+        if workers > MOST_WORKERS:
+            raise ValueError(f"a cluster has at most {MOST_WORKERS} workers, got {workers}")
+        if self.model.bytes / MiB > MOST_DDP_BUCKETS * self.ddp.bucket_mb:
+            raise ValueError(
+                f"ddp.bucket_mb {self.ddp.bucket_mb:g} cuts {self.model.mb:g} MB into more than {MOST_DDP_BUCKETS} "
+                "buckets; use larger ones"
+            )
         for pair in self.links.pairs:
             a, b = pair.nodes
             if a == b or not (0 <= a < self.nodes and 0 <= b < self.nodes):
@@ -183,7 +197,9 @@ class Cluster(Part):
     def changed(self, **parts: dict[str, Any]) -> Cluster:
         """With some fields of some parts replaced: `changed(model={"mb": 500})`."""
         made = {part: getattr(self, part).model_copy(update=fields) for part, fields in parts.items()}
-        return self.model_copy(update=made)
+        changed = self.model_copy(update=made)
+        from_dict(changed.model_copy(update={"compute": changed.compute.model_copy(update={"per_worker": None})}))
+        return changed
 
 
 def load(source: str | Path) -> Cluster:
@@ -199,29 +215,30 @@ def load(source: str | Path) -> Cluster:
         )
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot read cluster file {path}: {error.strerror or error}; check the path") from None
+    except (OSError, ValueError) as error:  # a ValueError: no text, or no path
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot read cluster file {path}: {reason}; check the path and that it is text") from None
     try:
         data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:  # both parsers' errors are ValueErrors
-        raise InputError(f"cluster file {path} is not valid {path.suffix[1:].upper()}: {error}") from None
+    except (ValueError, RecursionError) as error:  # both parsers' errors are ValueErrors
+        raise InputError(f"cluster file {path} is not valid {path.suffix[1:].upper()}: {error!s:.200}") from None
     return from_dict(data, str(path))
 
 
 def from_dict(data: Any, where: str = "the cluster description") -> Cluster:
     """Validate; the first thing that is wrong becomes one sentence."""
     try:
-        return Cluster.model_validate(data)
+        return Cluster.model_validate(data.model_dump() if isinstance(data, Cluster) else data)
     except ValidationError as error:
         first = error.errors()[0]
         at = ".".join(str(p) for p in first["loc"] if p not in ("int", "tuple[constrained-int, ...]")) or "the file"
         if first["type"] == "extra_forbidden":
-            raise InputError(f"{where} has an unknown key {at!r}; {_known_keys(first['loc'])}") from None
+            raise InputError(f"{where} has an unknown key {at!r:.100}; {_known_keys(first['loc'])}") from None
         if first["type"] == "missing":
             raise InputError(f"{where} lacks {at!r}; add it (an example: gossamer simulate --help)") from None
         message = first["msg"].removeprefix("Value error, ")
-        got = "" if isinstance(first["input"], dict) else f", got {first['input']!r}"
-        raise InputError(f"{where}: {at}: {message}{got}") from None
+        got = "" if isinstance(first["input"], dict) else f", got {first['input']!r:.60}"
+        raise InputError(f"{where}: {at:.100}: {message:.400}{got}") from None
 
 
 def _known_keys(loc: tuple[int | str, ...]) -> str:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from gossamer.errors import InputError
 
+WIDEST, SLOWEST = 10.0, 1e6  # far beyond any machine: larger numbers would overflow
 Table = NDArray[np.float64]  # [steps, workers]
 
 
@@ -46,7 +47,7 @@ class Gaussian(Jitter):
     sigma: float
 
     def __post_init__(self) -> None:
-        _check("gaussian", "sigma", self.sigma, 0.0)
+        _check("gaussian", "sigma", self.sigma, 0.0, WIDEST)
 
     def sample(self, workers: int, steps: int, seed: int = 0) -> Table:
         return np.maximum(0.0, _columns(workers, seed, lambda rng: rng.normal(1.0, self.sigma, steps)))
@@ -59,7 +60,7 @@ class LogNormal(Jitter):
     sigma: float
 
     def __post_init__(self) -> None:
-        _check("lognormal", "sigma", self.sigma, 0.0)
+        _check("lognormal", "sigma", self.sigma, 0.0, WIDEST)
 
     def sample(self, workers: int, steps: int, seed: int = 0) -> Table:
         return _columns(workers, seed, lambda rng: rng.lognormal(-(self.sigma**2) / 2, self.sigma, steps))
@@ -72,10 +73,10 @@ class Gamma(Jitter):
     sigma: float
 
     def __post_init__(self) -> None:
-        _check("gamma", "sigma", self.sigma, 0.0)
+        _check("gamma", "sigma", self.sigma, 0.0, WIDEST)
 
     def sample(self, workers: int, steps: int, seed: int = 0) -> Table:
-        if self.sigma == 0:
+        if self.sigma < 1e-6:  # its shape, 1/sigma^2, would overflow
             return np.ones((steps, workers))
         return _columns(workers, seed, lambda rng: rng.gamma(self.sigma**-2, self.sigma**2, steps))
 
@@ -88,7 +89,7 @@ class SlowWorker(Jitter):
     worker: int = -1
 
     def __post_init__(self) -> None:
-        _check("slow-worker", "factor", self.factor, 1.0)
+        _check("slow-worker", "factor", self.factor, 1.0, SLOWEST)
 
     def sample(self, workers: int, steps: int, seed: int = 0) -> Table:
         if not -1 <= self.worker < workers:
@@ -106,7 +107,7 @@ class NowAndThen(Jitter):
     p: float
 
     def __post_init__(self) -> None:
-        _check("now-and-then", "factor", self.factor, 1.0)
+        _check("now-and-then", "factor", self.factor, 1.0, SLOWEST)
         _check("now-and-then", "probability", self.p, 0.0, 1.0)
 
     def sample(self, workers: int, steps: int, seed: int = 0) -> Table:
@@ -127,7 +128,7 @@ class PerWorker(Jitter):
         if not self.means:
             raise InputError("per-worker needs at least one mean, got none; write e.g. per-worker:1,1,2")
         for mean in self.means:
-            _check("per-worker", "mean", mean, 0.0)
+            _check("per-worker", "mean", mean, 0.0, SLOWEST)
 
     def sample(self, workers: int, steps: int, seed: int = 0) -> Table:
         return np.tile(np.resize(np.array(self.means, dtype=float), workers), (steps, 1))
@@ -148,7 +149,7 @@ class Replay(Jitter):
             raise InputError("a replay needs a number, or equally many numbers, for every step; check the recording")
         for row in self.times:
             for value in row:
-                _check("replay", "time", value, 0.0)
+                _check("replay", "time", value, 0.0, SLOWEST)
         if not any(value > 0 for row in self.times for value in row):
             raise InputError("a replay needs a time above 0, got zeros only; check the recording")
 
@@ -156,19 +157,22 @@ class Replay(Jitter):
     def from_file(cls, path: str | Path) -> Replay:
         """A JSON list (of numbers, or of one list a step), or text: a line a step, columns by comma or space."""
         try:
-            text = Path(path).read_text()
-        except OSError as error:
-            raise InputError(f"cannot read the recording {path} ({error.strerror}); pass replay:FILE") from None
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:  # a ValueError: no text, or no path
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(f"cannot read the recording {path!s:.100} ({reason}); pass replay:FILE") from None
         try:
             if text.lstrip().startswith("["):
                 rows = [row if isinstance(row, list) else [row] for row in json.loads(text)]
             else:
                 rows = [line.replace(",", " ").split() for line in text.splitlines() if line.strip()]
             return cls(tuple(tuple(float(value) for value in row) for row in rows))
-        except (ValueError, TypeError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(f"the recording {path} must hold numbers ({error}); write one step a line") from None
+        except InputError:
+            raise
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise InputError(
+                f"the recording {path} must hold numbers ({error!s:.100}); write one step a line"
+            ) from None
 
     def sample(self, workers: int, steps: int, seed: int = 0) -> Table:
         recorded = np.array(self.times, dtype=float)
@@ -247,7 +251,7 @@ def _parse_one(text: str) -> Jitter:
     if kind not in kinds:
         near = difflib.get_close_matches(kind, kinds, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(EXAMPLES[k] for k in kinds)}"
-        raise InputError(f"unknown jitter {text!r}; {hint}")
+        raise InputError(f"unknown jitter {text!r:.60}; {hint}")
     try:
         if kind == "none" and not rest:
             return Constant()
@@ -267,5 +271,5 @@ def _parse_one(text: str) -> Jitter:
         return simple[kind](float(rest))
     except InputError:
         raise
-    except (ValueError, KeyError):
-        raise InputError(f"cannot read the jitter {text!r}; write it like {EXAMPLES[kind]}") from None
+    except (ValueError, KeyError, OverflowError):
+        raise InputError(f"cannot read the jitter {text!r:.60}; write it like {EXAMPLES[kind]}") from None

@@ -77,9 +77,13 @@ def as_array(value: Any) -> np.ndarray:
 
 
 def number(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not math.isfinite(value):
-        raise InputError(f"the {what} must be a finite number, got {value!r}")
-    return float(value)
+    try:
+        made = float(value) if isinstance(value, int | float | np.number) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # an integer beyond the range of a float
+        made = math.inf
+    if not math.isfinite(made):
+        raise InputError(f"the {what} must be a finite number, got {value!r:.60}")
+    return made
 
 
 def fit(name: str, n: int, layout: Layout | None) -> Layout:

@@ -31,6 +31,7 @@ from gossamer.topology.custom import as_array, both_ways, check_connected, fit, 
 from gossamer.topology.registry import build
 
 MOST = 1 << 16  # workers; a larger number in a file is a slip, and would take the memory first
+MOST_PLACES = 1 << 22  # workers times rounds: a round of n workers takes some 50 n bytes, however short its text
 
 
 def from_json(path: str | Path, layout: Layout | None = None) -> Topology:
@@ -41,7 +42,7 @@ def from_json(path: str | Path, layout: Layout | None = None) -> Topology:
         raise InputError(f"cannot read topology file {str(path)!r}: {error.strerror}; check the path") from None
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"topology file {str(path)!r} is not valid JSON ({error}); see `gossamer topology show --json`"
+            f"topology file {str(path)!r} is not valid JSON ({error!s:.200}); see `gossamer topology show --json`"
         ) from None
     try:
         return from_dict(data, layout, name=Path(path).stem)
@@ -53,19 +54,23 @@ def from_dict(data: Any, layout: Layout | None = None, *, name: str = "custom") 
     """A topology from the JSON format, already parsed. A given layout overrides `per_node`."""
     if not isinstance(data, dict) or not {"edges", "matrix", "rounds"} & set(data):
         raise InputError('a topology needs a JSON object with "edges", "matrix" or "rounds"')
-    name = str(data.get("name", name))
+    name = str(data.get("name", name))[:80]
     if layout is None and data.get("per_node") is not None:
-        layout = Layout.of(_list(data["per_node"], "per_node"))
+        layout = _layout(_list(data["per_node"], "per_node"))
     n = data.get("n")
     if n is not None and (not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST):
-        raise InputError(f'"n" must be an integer from 1 to {MOST}, got {n!r}')
+        raise InputError(f'"n" must be an integer from 1 to {MOST}, got {n!r:.60}')
     if "rounds" in data:
         entries = _list(data["rounds"], "rounds")
         if data.get("period", len(entries)) != len(entries):
             raise InputError(
-                f'"period" says {data["period"]} but "rounds" has {len(entries)}; list every round of the period'
+                f'"period" says {data["period"]!r:.60} but "rounds" has {len(entries)}; list every round of the period'
             )
         n = n or max((_size(entry) for entry in entries), default=0)
+        if n * len(entries) > MOST_PLACES:
+            raise InputError(
+                f"{len(entries)} rounds of {n} workers are too many to hold; a file may have {MOST_PLACES} in all"
+            )
         rounds = [_round(entry, n, k) for k, entry in enumerate(entries)]
         return check_connected(Topology.of_rounds(name, fit(name, n, layout), rounds))
     if "matrix" in data:
@@ -144,8 +149,14 @@ def _list(value: Any, what: str) -> list[Any]:
 
 def _worker(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MOST:
-        raise InputError(f"workers must be integers from 0 to {MOST - 1}, got {value!r}")
+        raise InputError(f"workers must be integers from 0 to {MOST - 1}, got {value!r:.60}")
     return value
+
+
+def _layout(per_node: list[Any]) -> Layout:
+    if all(isinstance(c, int) and not isinstance(c, bool) for c in per_node) and sum(per_node) > MOST:
+        raise InputError(f'"per_node" must have at most {MOST} workers in all, got {per_node!r:.60}')
+    return Layout.of(per_node)
 
 
 def _edge(value: Any) -> tuple[int, int, float | None]:

@@ -1,21 +1,24 @@
 """Chrome trace JSON, as torch.profiler writes it and Perfetto (ui.perfetto.dev) and chrome://tracing open it.
 
-A process is a node, a thread is a worker. A worker's exchanges overlap its compute, and slices of one thread must
-nest, so each bucket's exchanges have a thread of their own below their worker's.
+A process is a node, a thread is a worker, both counted from 1, because Perfetto takes number 0 for the idle thread. A
+worker's exchanges overlap its compute, and slices of one thread must nest, so each bucket's exchanges have a thread of
+their own below their worker's.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
 from gossamer.errors import InputError
-from gossamer.trace.log import Trace
-from gossamer.trace.span import CATEGORIES, FAMILIES, Span
+from gossamer.trace.log import MOST_WORKERS, Trace
+from gossamer.trace.span import CATEGORIES, FAMILIES, Span, real, whole
 
-EXCHANGE_ROWS = 100_000  # thread ids of exchange rows: EXCHANGE_ROWS * (bucket + 1) + worker
+MOST_BYTES = 1 << 29  # of an unpacked file: a small one can be packed from a huge one
+EXCHANGE_ROWS = 100_000  # thread ids of exchange rows: EXCHANGE_ROWS * (bucket + 1) + worker + 1
 # chrome://tracing's own color names, nearest to blue, grey, red
 CHROME_COLORS = {"compute": "rail_response", "communication": "grey", "waiting": "terrible"}
 
@@ -25,33 +28,34 @@ def to_chrome(trace: Trace) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     rows: dict[tuple[int, int], str] = {}
     for node in sorted(set(trace.node)):
-        events.append(_meta("process_name", node, 0, name=f"node {node}"))
-        events.append(_meta("process_sort_index", node, 0, sort_index=node))
+        events.append(_meta("process_name", node + 1, 0, name=f"node {node}"))
+        events.append(_meta("process_sort_index", node + 1, 0, sort_index=node))
     for worker, node in enumerate(trace.node):
-        rows[node, worker] = f"worker {worker}"
+        rows[node + 1, worker + 1] = f"worker {worker}"
     for s in trace.spans:
-        node, tid = trace.node[s.worker], s.worker
+        pid, tid = trace.node[s.worker] + 1, s.worker + 1
         if s.category == "exchange":
             bucket = int(s.attrs.get("bucket", 0))
             tid += EXCHANGE_ROWS * (bucket + 1)
-            rows[node, tid] = f"worker {s.worker} exchange, bucket {bucket}"
+            rows[pid, tid] = f"worker {s.worker} exchange, bucket {bucket}"
+        begin, end = round(s.start * 1e6, 3), round(s.end * 1e6, 3)
         events.append(
             {
                 "ph": "X",
                 "cat": s.category,
                 "name": _name(s),
-                "pid": node,
+                "pid": pid,
                 "tid": tid,
-                "ts": round(s.start * 1e6, 3),
-                "dur": round(s.seconds * 1e6, 3),
+                "ts": begin,
+                "dur": round(end - begin, 3),  # not of the seconds: neighbors would overlap by a rounding
                 "cname": CHROME_COLORS[FAMILIES[s.category]],
                 "args": {"worker": s.worker, **s.attrs},
             }
         )
-    for (node, tid), name in rows.items():
-        worker, row = tid % EXCHANGE_ROWS, tid // EXCHANGE_ROWS
-        events.append(_meta("thread_name", node, tid, name=name))
-        events.append(_meta("thread_sort_index", node, tid, sort_index=worker * 1000 + row))
+    for (pid, tid), name in rows.items():
+        worker, row = (tid - 1) % EXCHANGE_ROWS, tid // EXCHANGE_ROWS
+        events.append(_meta("thread_name", pid, tid, name=name))
+        events.append(_meta("thread_sort_index", pid, tid, sort_index=worker * 1000 + row))
     return {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
@@ -64,51 +68,83 @@ def to_chrome(trace: Trace) -> dict[str, Any]:
 def write_chrome(trace: Trace, path: str | Path) -> Path:
     """Write the trace; a name that ends in .gz is compressed (Perfetto opens both)."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(to_chrome(trace), separators=(",", ":"))
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode()))
-    else:
-        path.write_text(text, encoding="utf-8")
+    data = json.dumps(to_chrome(trace), separators=(",", ":")).encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}; choose another place") from None
     return path
 
 
 def read_chrome(path: str | Path) -> Trace:
     """Read a trace that `write_chrome` wrote, or any Chrome trace whose events have our categories."""
     path = Path(path)
-    try:
-        raw = path.read_bytes()
-        data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError:
-        raise InputError(
-            f"{path} is not JSON; pass a Chrome trace written by 'gossamer trace merge' or 'simulate --trace'"
-        ) from None
+    data = _load(path)
     events = data.get("traceEvents") if isinstance(data, dict) else data
     if not isinstance(events, list):
         raise InputError(f"{path} has no 'traceEvents' list; pass a Chrome trace")
+    ours = data.get("gossamer") if isinstance(data, dict) else None
+    said = ours if isinstance(ours, dict) else {}
     spans, node_of = [], {}
-    for e in events:
+    for number, e in enumerate(events):
         if not isinstance(e, dict) or e.get("ph") != "X" or e.get("cat") not in CATEGORIES:
             continue
-        attrs = dict(e.get("args") or {})
-        worker = int(attrs.pop("worker", int(e["tid"]) % EXCHANGE_ROWS))
-        node_of[worker] = int(e["pid"])
-        start = float(e["ts"]) / 1e6
-        spans.append(Span(e["cat"], worker, start, start + float(e["dur"]) / 1e6, attrs))
+        try:
+            attrs = dict(e.get("args") or {})
+            worker = attrs.pop("worker") if "worker" in attrs else (e["tid"] - 1) % EXCHANGE_ROWS
+            start = real(e["ts"]) / 1e6
+            span = Span.checked(e["cat"], worker, start, start + real(e["dur"]) / 1e6, attrs, MOST_WORKERS)
+            node_of[span.worker] = whole(e["pid"], "pid", 1 << 32)
+        except (ValueError, TypeError, KeyError) as error:
+            what = f"lacks {error}" if isinstance(error, KeyError) else f"has a wrong value ({error})"
+            raise InputError(f"event {number} of {path} {what}; record the trace again") from None
+        spans.append(span)
     if not spans:
         raise InputError(f"{path} has no span of a category Gossamer knows ({', '.join(CATEGORIES)})")
-    ours = data.get("gossamer", {}) if isinstance(data, dict) else {}
-    node = tuple(ours.get("node") or (node_of.get(w, 0) for w in range(max(node_of) + 1)))
+    node = _nodes(path, said.get("node"), node_of)
     missing = sorted(set(range(len(node))) - set(node_of))
     if missing:
         raise InputError(
             f"{path} has no span of worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))} "
             f"of {len(node)}; merge the files of all workers"
         )
+    strangers = [s for s in spans if max(s.worker, s.attrs.get("peer") or 0) >= len(node)]
+    if strangers:
+        who = max(strangers[0].worker, strangers[0].attrs.get("peer") or 0)
+        raise InputError(f"{path} speaks of worker {who} but has {len(node)} workers; record the trace again")
     spans.sort(key=lambda s: (s.start, s.worker))
-    return Trace(tuple(spans), node, str(ours.get("label") or path.stem))
+    return Trace(tuple(spans), node, str(said.get("label") or path.stem)[:200])
+
+
+def _load(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if packed else path.open("rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot read {path}: {reason}; check the path, or write it again") from None
+    if len(raw) > MOST_BYTES:
+        raise InputError(f"{path} holds more than {MOST_BYTES >> 20} MiB; merge fewer steps")
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        raise InputError(
+            f"{path} is not JSON; pass a Chrome trace written by 'gossamer trace merge' or 'simulate --trace'"
+        ) from None
+
+
+def _nodes(path: Path, said: Any, node_of: dict[int, int]) -> tuple[int, ...]:
+    """The node of every worker: as our own files say, or processes in order."""
+    if said is None:
+        number = {pid: m for m, pid in enumerate(sorted(set(node_of.values())))}
+        return tuple(number.get(node_of.get(w, -1), 0) for w in range(max(node_of) + 1))
+    try:
+        return tuple(whole(m, "node", MOST_WORKERS) for m in said)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{path} has a wrong list of nodes ({error}); record the trace again") from None
 
 
 def _name(span: Span) -> str:

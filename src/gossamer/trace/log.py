@@ -17,9 +17,10 @@ from types import TracebackType
 from typing import Any
 
 from gossamer.errors import InputError
-from gossamer.trace.span import CATEGORIES, Span
+from gossamer.trace.span import Span, real, whole
 
 FORMAT = 1
+MOST_WORKERS = 1 << 16
 PATTERN = "trace-*.jsonl"
 
 
@@ -121,21 +122,25 @@ class TraceWriter:
 def read(path: str | Path) -> tuple[Header, list[Span]]:
     """One worker's file. A torn last line is left out; any other unreadable line is an error."""
     path = Path(path)
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}; check the path") from None
     try:
         head = json.loads(lines[0])
         if head["gossamer_trace"] != FORMAT:
             raise InputError(
-                f"{path} has trace format {head['gossamer_trace']}, this version reads {FORMAT}; record it again"
+                f"{path} has trace format {head['gossamer_trace']!r:.40}, this version reads {FORMAT}; record it again"
             )
+        node = tuple(whole(m, "node", MOST_WORKERS) for m in head["node"])
         header = Header(
-            int(head["worker"]),
-            tuple(int(m) for m in head["node"]),
-            float(head["origin"]),
-            float(head.get("offset", 0.0)),
+            whole(head["worker"], "worker", len(node) - 1),
+            node,
+            real(head["origin"]),
+            real(head.get("offset", 0.0)),
             tuple(sorted((str(k), str(v)) for k, v in head.get("versions", {}).items())),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(
@@ -147,16 +152,14 @@ def read(path: str | Path) -> tuple[Header, list[Span]]:
             continue
         try:
             entry = json.loads(line)
-            category, start, end = entry.pop("category"), float(entry.pop("start")), float(entry.pop("end"))
-            if category not in CATEGORIES:
-                raise ValueError(category)
-        except (ValueError, KeyError, TypeError, AttributeError):
+            times = entry.pop("category"), header.worker, entry.pop("start"), entry.pop("end")
+            spans.append(Span.checked(*times, entry, len(node)))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             if number == len(lines):  # no newline after it: the writer died in the middle of the line
                 break
             raise InputError(
                 f"line {number} of {path} is not a span; remove the line or record the trace again"
             ) from None
-        spans.append(Span(category, header.worker, start, end, entry))
     return header, spans
 
 

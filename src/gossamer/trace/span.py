@@ -19,6 +19,23 @@ FAMILIES = {
 }
 COLORS = {"compute": "#3b73b9", "communication": "#a3a7ad", "waiting": "#d1342f"}
 
+MOST_STEPS = 1 << 40
+LATEST = 1e12  # seconds; what is later is no time
+
+
+def real(value: Any) -> float:
+    """A finite number of seconds from a file."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LATEST:
+        raise ValueError(f"time {value!r:.40}")
+    return float(value)
+
+
+def whole(value: Any, what: str, most: int) -> int:
+    """A whole number from 0 to `most` from a file."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise ValueError(f"{what} {value!r:.40}, not from 0 to {most}")
+    return value
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -33,6 +50,23 @@ class Span:
     start: float
     end: float
     attrs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def checked(cls, category: Any, worker: Any, start: Any, end: Any, attrs: Any, workers: int) -> Span:
+        """A span from a file that anybody may have written; a ValueError says what is wrong with it."""
+        if category not in CATEGORIES:
+            raise ValueError(f"category {category!r:.40}")
+        begin, stop = real(start), real(end)
+        if stop < begin:
+            raise ValueError(f"it ends at {stop:g}, before its start at {begin:g}")
+        if not isinstance(attrs, dict):
+            raise ValueError(f"attributes {attrs!r:.40}")
+        for name in ("step", "round", "bucket"):
+            if name in attrs:
+                whole(attrs[name], name, MOST_STEPS)
+        if attrs.get("peer") is not None:
+            whole(attrs["peer"], "peer", workers - 1)
+        return cls(category, whole(worker, "worker", workers - 1), begin, stop, attrs)
 
     @property
     def seconds(self) -> float:
