@@ -26,7 +26,7 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin: 0 0 .5rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 .verdict { font-size: 1.15rem; background: #f2f6fb; border-left: 4px solid #1f77b4; padding: .8rem 1rem; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; } th, td { padding: .3rem .6rem; text-align: right; }
+table { border-collapse: collapse; width: 100%; font-size: .85rem; } th, td { padding: .3rem .4rem; text-align: right; }
 th { border-bottom: 2px solid #ccc; vertical-align: bottom; } td { border-bottom: 1px solid #eee; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } .grid { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; }
 @media (max-width: 800px) { .grid { grid-template-columns: 1fr; } } .note { color: #666; font-size: .85rem; }
@@ -88,7 +88,7 @@ def _columns(groups: Sequence[Group]) -> list[Column]:
     def known(key: str, show: Callable[[float], str]) -> Callable[[dict[str, Any]], str]:
         return lambda r: "–" if r[key] is None else show(r[key])
 
-    columns: list[Column] = [("method", lambda r: r["method"]), ("learning rate", lambda r: f"{r['lr']:g}")]
+    columns: list[Column] = [("method", lambda r: r["method"]), ("lr", lambda r: f"{r['lr']:g}")]
     if metric != "loss":
         columns.append((metric, spread("metric")))
         columns.append((f"{metric}, worker 0 alone", lambda r: f"{r['local_metric_mean']:.4g}"))
@@ -98,7 +98,7 @@ def _columns(groups: Sequence[Group]) -> list[Column]:
         ("predicted ms", known("predicted_step_seconds", lambda v: f"{v * 1e3:.1f}")),
         ("time", known("relative_time", lambda v: f"{v:.0%}")),
         ("to the baseline's loss", known("seconds_to_baseline_loss", lambda v: f"{v:.3g} s")),
-        ("MB sent a step", lambda r: f"{r['bytes_a_step'] / 1e6:.3g}"),
+        ("MB a step", lambda r: f"{r['bytes_a_step'] / 1e6:.3g}"),
         ("waiting", known("waiting", lambda v: f"{v:.0%}")),
         ("consensus distance", lambda r: f"{r['consensus_distance']:.2g}"),
     ]
@@ -195,7 +195,7 @@ def _chart(groups: Sequence[Group], title: str, name: str, axis: str, *, first: 
         if len(group.runs) > 1:
             edge = [m + s for m, s in found] + [m - s for m, s in reversed(found)]
             figure.add_scatter(
-                x=x + x[::-1], y=edge, fill="toself", line={"width": 0}, fillcolor=color, opacity=0.15,
+                x=x + x[::-1], y=edge, mode="lines", fill="toself", line={"width": 0}, fillcolor=color, opacity=0.15,
                 hoverinfo="skip", showlegend=False, legendgroup=group.label,
             )  # fmt: skip
         mode = "lines" if len(x) > 12 else "lines+markers"
