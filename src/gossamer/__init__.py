@@ -7,7 +7,16 @@ from gossamer.errors import GossamerError, GossamerWarning, InputError
 
 if TYPE_CHECKING:
     from gossamer.checkpoint import Checkpoints
-    from gossamer.engine import ConsensusGuard, Gossip, PeerError, VirtualCluster, decentralize, node_group, probe
+    from gossamer.engine import (
+        ConsensusGuard,
+        Gossip,
+        NeighborGuard,
+        PeerError,
+        VirtualCluster,
+        decentralize,
+        node_group,
+        probe,
+    )
     from gossamer.optim import AccumAdam, AccumAdamW
     from gossamer.topology import Layout, Topology
 
@@ -22,6 +31,7 @@ __all__ = [
     "Gossip",
     "InputError",
     "Layout",
+    "NeighborGuard",
     "PeerError",
     "Topology",
     "VirtualCluster",
@@ -37,6 +47,7 @@ _HOMES = {
     "gossamer.engine": (
         "ConsensusGuard",
         "Gossip",
+        "NeighborGuard",
         "PeerError",
         "VirtualCluster",
         "decentralize",

@@ -17,6 +17,7 @@ from gossamer.comm.dist import (
 from gossamer.comm.exchange import Batch, Exchange, Mixed, Scratch, arrived, correction, exchange, room_for
 from gossamer.comm.frames import Refused
 from gossamer.comm.gloo import GlooTransport
+from gossamer.comm.inspect import inspected
 from gossamer.comm.links import send_state
 from gossamer.comm.local import Hub, LocalTransport
 from gossamer.comm.membership import Membership, Record
@@ -56,6 +57,7 @@ __all__ = [
     "default_store",
     "exchange",
     "group_ranks",
+    "inspected",
     "layout_of",
     "look",
     "node_name",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -77,6 +78,8 @@ class Directory:
 
         def connect() -> Store:
             wait, patience[0] = patience[0], timedelta(seconds=ANSWER)
+            if wait.total_seconds() <= ANSWER:  # a look first: torch fills the log when nobody is there
+                socket.create_connection((name, port), timeout=1.0).close()
             return TCPStore(name, port, is_master=False, wait_for_workers=False, timeout=wait)
 
         return cls(connect, hosted)

@@ -138,6 +138,16 @@ class Inbox:
                 del self._waiting[key]
         self.changed.notify_all()
 
+    def moved(self, sender: int, rounds: list[int]) -> None:
+        """`sender` has launched `rounds[lane]` rounds of each lane, so all but the last of them are behind it."""
+        with self.changed:
+            for key, slot in list(self._waiting.items()):
+                lane = (key.channel - 1) // 2
+                if key.sender == sender and key.channel < MEETING and slot.round < rounds[lane] - 1:
+                    slot.failed = f"worker {sender} has gone on without it"
+                    del self._waiting[key]
+            self.changed.notify_all()
+
     def lost(self, sender: int, why: str, *, forget: bool = False) -> None:
         """Nothing more comes from `sender`; `forget` what it sent before (another process has taken its place)."""
         with self.changed:

@@ -286,8 +286,9 @@ class Membership:
             last = now
             told = json.dumps(self.rounds).encode()
             self.links.send_all(Header(Kind.BEAT, self.run, len(told), epoch=self.record.epoch), told)
-            for rank in sorted(self._wanted & set(self.record.members)):
-                peer, member = self.links.peer(rank), self.record.members[rank]
+            members = self.record.members
+            for rank in sorted(self._wanted & set(members)):
+                peer, member = self.links.peer(rank), members[rank]
                 if peer.incarnation != member.incarnation:
                     continue
                 if peer.link is None and not peer.dead and rank not in self._connecting:
@@ -331,7 +332,11 @@ class Membership:
     def _told(self, peer: Peer, header: Header, payload: bytes) -> None:
         try:
             if header.kind is Kind.BEAT:
-                peer.goes_on([int(k) for k in json.loads(payload)])
+                rounds = [int(k) for k in json.loads(payload)]
+                if len(rounds) != len(self.rounds):
+                    raise ValueError(f"{len(rounds)} lanes where there are {len(self.rounds)}")
+                peer.goes_on(rounds)
+                self.links.inbox.moved(peer.rank, rounds)
                 if header.epoch > self.record.epoch:
                     self._hurry.set()
             elif header.kind is Kind.EPOCH:

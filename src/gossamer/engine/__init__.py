@@ -4,7 +4,16 @@ from gossamer.comm import PeerError
 from gossamer.engine.decentralize import decentralize, node_group
 from gossamer.engine.gossip import Gossip
 from gossamer.engine.probe import probe
-from gossamer.engine.settings import ConsensusGuard
+from gossamer.engine.settings import ConsensusGuard, NeighborGuard
 from gossamer.engine.virtual import VirtualCluster
 
-__all__ = ["ConsensusGuard", "Gossip", "PeerError", "VirtualCluster", "decentralize", "node_group", "probe"]
+__all__ = [
+    "ConsensusGuard",
+    "Gossip",
+    "NeighborGuard",
+    "PeerError",
+    "VirtualCluster",
+    "decentralize",
+    "node_group",
+    "probe",
+]

@@ -187,10 +187,11 @@ def assemble(
             gaps: Any = settings.gaps
             events = Events(topology, settings.rate, settings.seed + 7919 * index, gaps, pairing)
             lane.begin_gossip(transport, events, rates_of(topology))
-        if settings.guard is not None and not lane.alone:
+        guard = settings.consensus_guard
+        if guard is not None and not lane.alone:
             lane.sketcher = Sketcher(
-                settings.guard.every,
-                settings.guard.max_ratio if math.isfinite(settings.guard.max_ratio) else None,
+                guard.every,
+                guard.max_ratio if math.isfinite(guard.max_ratio) else None,
                 p.rank,
                 control.schedule,
                 transport.channel(2 * index + 2, 1, settings.timeout),

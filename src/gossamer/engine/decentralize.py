@@ -32,7 +32,7 @@ from gossamer.engine.enter import enter, surviving_transport
 from gossamer.engine.flat import is_sharded
 from gossamer.engine.gossip import Gossip
 from gossamer.engine.samebatch import watch_first_batch
-from gossamer.engine.settings import ConsensusGuard, Filter, Settings
+from gossamer.engine.settings import Filter, Guards, Settings
 from gossamer.errors import GossamerError
 from gossamer.topology import Layout
 from gossamer.trace import TraceWriter
@@ -55,7 +55,7 @@ def decentralize(
     buffers: str = "average",
     timeout: float = 1800.0,
     trace: str | os.PathLike[str] | None = None,
-    guard: ConsensusGuard | None = None,
+    guard: Guards = None,
     stagger: bool = True,
     hierarchical: bool = True,
     in_flight: int = 4,
@@ -93,6 +93,7 @@ def decentralize(
         timeout: seconds before a wait for a peer gives up with an error that names it.
         trace: a directory for this worker's timeline (`gossamer trace` reads it).
         guard: `ConsensusGuard(...)`: sketch the consensus distance online and average exactly when it drifts.
+            `NeighborGuard(...)`: do not mix in values that are not finite or that jump. Or a list of both.
         stagger: bucket b follows the schedule at phase k + b, which spreads the load on the network evenly.
         hierarchical: average groups that span nodes by way of the nodes' fast links.
         in_flight: how many buckets are exchanged at once.

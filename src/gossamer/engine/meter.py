@@ -25,6 +25,13 @@ class Meter:
         self.sent: Counter[int] = Counter()  # bytes by peer
         self.waited: defaultdict[int, float] = defaultdict(float)  # seconds by peer
         self.waited_total = 0.0
+        self.refused: Counter[int] = Counter()  # exchanges not mixed in, by whose values
+        self.last_refusal = ""
+
+    def refuse(self, peer: int, why: str) -> None:
+        """What `peer` sent is not mixed in. (Called by communication threads, one exchange at a time.)"""
+        self.refused[peer] += 1
+        self.last_refusal = f"worker {peer}: {why}"
 
     def waited_for(self, job: Job, since: float, until: float) -> None:
         """The training thread stood still from `since` to `until`: charge it to the peers the exchange waited for."""
@@ -63,6 +70,7 @@ class Meter:
             "bytes_sent_intra": inside,
             "bytes_sent_inter": sum(self.sent.values()) - inside,
             "bytes_sent_by_peer": dict(sorted(self.sent.items())),
+            "refused_by_peer": dict(sorted(self.refused.items())),
             "seconds_waited": self.waited_total,
             "seconds_waited_by_peer": dict(sorted(self.waited.items())),
             "seconds_waited_by_link": dict(sorted(links.items())),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,24 @@ class ConsensusGuard:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NeighborGuard:
+    """Refuses to mix in what a neighbor sent when it is not finite, or when it would move a bucket of the parameters by
+    more than `max_jump` times their norm. Refusals are counted by sender in `stats()["refused_by_peer"]`."""
+
+    max_jump: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.max_jump) or not self.max_jump > 0:
+            raise InputError(
+                f"NeighborGuard: max_jump must be a positive number, got {self.max_jump!r}; 1 is usual, infinity only "
+                "refuses what is not finite"
+            )
+
+
+Guards = ConsensusGuard | NeighborGuard | Sequence[ConsensusGuard | NeighborGuard] | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything that all workers must agree on, besides the model and the topology."""
 
@@ -52,7 +70,7 @@ class Settings:
     stagger: bool = True
     hierarchical: bool = True
     in_flight: int = 4
-    guard: ConsensusGuard | None = None
+    guard: Guards = None
     rate: float = 1.0
     gaps: str = "poisson"
     pairing: str = "auto"
@@ -62,6 +80,16 @@ class Settings:
     on_failure: str = "raise"
     soft_deadline: float = 0.5
     hard_deadline: float = 5.0
+
+    @property
+    def consensus_guard(self) -> ConsensusGuard | None:
+        return next((g for g in _guards(self.guard) if isinstance(g, ConsensusGuard)), None)
+
+    @property
+    def max_jump(self) -> float | None:
+        """Beyond which a neighbor's values are refused; infinite: only when they are not finite; None: never."""
+        found = next((g.max_jump for g in _guards(self.guard) if isinstance(g, NeighborGuard)), None)
+        return math.inf if found is None and self.survives else found
 
     @property
     def survives(self) -> bool:
@@ -87,8 +115,11 @@ class Settings:
             )
         if not _is_number(self.timeout) or not self.timeout > 0:
             raise InputError(f"timeout must be a positive number of seconds, got {self.timeout!r}; the default is 1800")
-        if self.guard is not None and not isinstance(self.guard, ConsensusGuard):
-            raise InputError(f"guard must be a ConsensusGuard, got {self.guard!r}; pass ConsensusGuard(max_ratio=0.05)")
+        if not all(isinstance(g, ConsensusGuard | NeighborGuard) for g in _guards(self.guard)):
+            raise InputError(
+                f"guard must be a ConsensusGuard, a NeighborGuard or a list of both, got {self.guard!r}; pass "
+                "ConsensusGuard(max_ratio=0.05)"
+            )
         if self.algorithm == "atc" and self.staleness:
             raise InputError(
                 f"algorithm 'atc' waits for every exchange, so staleness must be 0, got {self.staleness}; use 'awc'"
@@ -118,10 +149,10 @@ class Settings:
             raise InputError(
                 f"on_failure='continue' re-plans rounds, and {self.algorithm!r} has none; use algorithm='awc' or 'atc'"
             )
-        if self.survives and self.guard is not None:
+        if self.survives and self.consensus_guard is not None:
             raise InputError(
-                "guard= averages over all workers at fixed rounds, which a job that loses workers cannot; leave it out "
-                "with on_failure='continue', or use average_every="
+                "a ConsensusGuard averages over all workers at fixed rounds, which a job that loses workers cannot; "
+                "leave it out with on_failure='continue', or use average_every="
             )
 
     def _check_asynchronous(self) -> None:
@@ -161,6 +192,12 @@ class Settings:
         value: Any = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise InputError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def _guards(guard: Any) -> tuple[Any, ...]:
+    if guard is None:
+        return ()
+    return tuple(guard) if isinstance(guard, list | tuple) else (guard,)
 
 
 def _is_number(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -47,16 +48,18 @@ class SurvivingGossip(Gossip):
 
     def stats(self) -> dict[str, Any]:
         """As ever, and: the members, exchanges lost, the longest stall, whose messages were refused."""
-        links = self.members.links
+        links, stats = self.members.links, super().stats()
+        refused = Counter(stats["refused_by_peer"]) + Counter(links.refusals)
+        why = next((lane.meter.last_refusal for lane in self.lanes if lane.meter.last_refusal), links.last_refusal)
         return {
-            **super().stats(),
+            **stats,
             "epoch": self.members.record.epoch,
             "members": list(self.members.record.ranks),
             "joined": self.joined,
             "lost_exchanges": sum(lane.lost for lane in self.lanes),
             "longest_stall_s": max(lane.longest_stall for lane in self.lanes),
-            "refused_by_peer": dict(sorted(links.refusals.items())),
-            "last_refusal": links.last_refusal,
+            "refused_by_peer": dict(sorted(refused.items())),
+            "last_refusal": why,
         }
 
     def close(self) -> None:

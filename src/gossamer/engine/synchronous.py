@@ -9,12 +9,13 @@ Adapt then combine (atc): after step() launch, wait, mix; no overlap.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from gossamer.comm import Job, Mixed, arrived, clock, correction, exchange
+from gossamer.comm import Exchange, Job, Mixed, Scratch, arrived, clock, correction, exchange, inspected
 from gossamer.engine.lane import Lane
 from gossamer.errors import InputError
 
@@ -85,7 +86,10 @@ class SyncLane(Lane):
             program = self.schedule.program(self.k, b, self.rank, bucket.x.numel(), average=self.forced)
             if program:
                 act = exchange if self._sent is None else correction
-                make = partial(act, program, source, self._out[b], self.wire)
+                make: Callable[[Scratch], Exchange] = partial(act, program, source, self._out[b], self.wire)
+                if self.settings.max_jump is not None:
+                    stale, refuse = self._sent is not None, self.meter.refuse
+                    make = partial(inspected, make, source, self.settings.max_jump, refuse, stale)
                 self.jobs.append(self._launch_job(self.k, b, program, make))
 
     def finish(self, *, assisting: bool = False) -> None:

@@ -1,0 +1,65 @@
+"""Look at what neighbors sent before it is mixed in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.exchange import Exchange, Scratch
+
+CHUNK = 2**18  # elements
+Refuse = Callable[[int, str], None]  # a peer, and why its values are not mixed in
+
+
+def inspected(
+    make: Callable[[Scratch], Exchange], x: Tensor, most: float, refuse: Refuse, difference: bool, scratch: Scratch
+) -> Exchange:
+    """The same exchange, which leaves nothing to mix in when what arrived is not finite, or would move `x` by more than
+    `most` times its own norm. It is carried through to its end either way: others wait for this worker's share.
+    `difference`: what the exchange leaves is mixed - x and not the mixed value.
+    """
+    steps = make(scratch)
+    senders: dict[int, None] = {}
+    bad: dict[int, str] = {}
+    try:
+        batch = next(steps)
+        while True:
+            yield batch
+            for peer, message in batch.recvs:
+                senders[peer] = None
+                if message.is_floating_point() and not _finite(message):
+                    bad[peer] = "its values are not finite"
+            batch = next(steps)
+    except StopIteration as stop:
+        mixed = stop.value
+    if mixed is not None and not bad:
+        size = x.numel()
+        jump = _norm(mixed.out[:size], None if difference else x) * (1.0 if mixed.weight is None else mixed.weight)
+        limit = most * max(_norm(x, None), torch.finfo(x.dtype).tiny)
+        if not math.isfinite(jump):
+            bad = dict.fromkeys(senders, "its values are not finite")
+        elif jump > limit:
+            why = f"it would move the parameters by {jump:.3g}, more than {most:g} times their norm"
+            bad = dict.fromkeys(senders, why)
+    for peer, why in bad.items():
+        refuse(peer, why)
+    return None if bad else mixed
+
+
+def _finite(values: Tensor) -> bool:
+    """Whether no value is infinite or NaN: the sum of absolute values is, then (in double precision: no overflow)."""
+    return math.isfinite(float(torch.linalg.vector_norm(values, 1, dtype=torch.float64)))
+
+
+def _norm(a: Tensor, b: Tensor | None) -> float:
+    """|a| or |a - b|, without a copy of their size."""
+    total = 0.0
+    for start in range(0, a.numel(), CHUNK):
+        part = a[start : start + CHUNK]
+        if b is not None:
+            part = part - b[start : start + CHUNK]
+        total += float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
+    return math.sqrt(total)
