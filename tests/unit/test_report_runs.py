@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from browser import needs_browser, shown
 from gossamer import InputError
 from gossamer.report.page import write_csv, write_html, write_markdown
 from gossamer.report.runs import baseline, grouped, load_runs, reached, summary
@@ -139,6 +140,18 @@ def test_files(compared, tmp_path):
     assert "| ddp | 0.1 | 0.9 ± 0.014 |" in table
     with write_csv(compared, tmp_path / "r.csv").open() as file:
         assert [r["method"] for r in csv.DictReader(file)] == ["ddp", "accumadam:aer", "dadam:ring"]
+
+
+@needs_browser
+def test_the_page_draws_in_a_browser(compared, tmp_path):
+    page = shown(write_html(compared, tmp_path / "report.html"), tmp_path / "profile")
+    drawn = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert "accumadam:aer is 2.00 times as fast" in drawn
+    # steps and time for loss and accuracy, training loss, consensus: each a chart with a line a method
+    assert drawn.count('class="scatterlayer') == 6
+    assert drawn.count('class="legendtext"') == 6 * 3
+    for title in ("validation loss against steps", "accuracy against simulated time", "consensus distance"):
+        assert title in drawn
 
 
 def test_bad_folders(tmp_path):

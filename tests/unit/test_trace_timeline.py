@@ -1,16 +1,13 @@
 """Pictures of timelines: files of every kind, and the web page in a real browser without a network."""
 
 import re
-import shutil
-import subprocess
 
 import pytest
 
+from browser import needs_browser, shown
 from gossamer.errors import InputError
 from gossamer.report.timeline import draw
 from gossamer.trace import COLORS, Span, Trace
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def trace(label="predicted"):
@@ -45,25 +42,9 @@ def test_page_is_self_contained(tmp_path):
     assert len(text) > 1_000_000  # the drawing script is inside
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium browser")
+@needs_browser
 def test_page_draws_in_a_browser(tmp_path):
-    page = draw([trace(), trace("measured")], tmp_path / "t.html", title="both")
-    shown = subprocess.run(
-        [
-            CHROMIUM,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            f"--user-data-dir={tmp_path / 'profile'}",
-            "--host-resolver-rules=MAP * ~NOTFOUND",
-            "--virtual-time-budget=8000",
-            "--dump-dom",
-            page.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    ).stdout
-    assert shown.count('class="point"') == 2 * 3 * 4 * 3  # every span is a bar
+    text = shown(draw([trace(), trace("measured")], tmp_path / "t.html", title="both"), tmp_path / "profile")
+    assert text.count('class="point"') == 2 * 3 * 4 * 3  # every span is a bar
     for label in ("predicted", "measured", "node 1 · worker 2", "waiting"):
-        assert label in shown
+        assert label in text
