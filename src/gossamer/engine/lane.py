@@ -1,7 +1,7 @@
 """A lane: one optimizer's exchanges, driven by the optimizer's own step hooks.
 
 The hooks, waiting for exchanges, and exact averages are common to all kinds of gossip; what happens before and after a
-step is up to the kind: synchronous.py (rounds) and asynchronous.py (events).
+step is up to the kind: synchronous.py (rounds) and asynchronous/ (events).
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ class EventThread:
         self._stopping = True
         self._lock.notify_all()
         self._lock.wait_for(lambda: not self._in_flight, FAREWELL)
+        self._in_flight = False  # or never: its sender is gone
 
     def join(self) -> None:
         self._thread.join(timeout=5.0)
