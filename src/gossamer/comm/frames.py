@@ -37,6 +37,7 @@ class Kind(IntEnum):
     PULL = 5  # give me your state
     STATE = 6  # here it is
     BYE = 7  # I leave
+    MOVED = 8  # I take part in no round before these
 
 
 @dataclass(frozen=True)

@@ -139,11 +139,11 @@ class Inbox:
         self.changed.notify_all()
 
     def moved(self, sender: int, rounds: list[int]) -> None:
-        """`sender` has launched `rounds[lane]` rounds of each lane, so all but the last of them are behind it."""
+        """`sender` will take part in no round of a lane before `rounds[lane]` any more."""
         with self.changed:
             for key, slot in list(self._waiting.items()):
                 lane = (key.channel - 1) // 2
-                if key.sender == sender and key.channel < MEETING and slot.round < rounds[lane] - 1:
+                if key.sender == sender and key.channel < MEETING and slot.round < rounds[lane]:
                     slot.failed = f"worker {sender} has gone on without it"
                     del self._waiting[key]
             self.changed.notify_all()

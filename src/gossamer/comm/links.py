@@ -227,8 +227,9 @@ class Links:
             if self.rank < peer.rank:  # only a look at whether it is alive: the link is its to open
                 connection.close()
                 return False
-            greet(connection, {**self._hello(), "purpose": "link"}, first=True)
-        except (OSError, Refused, struct.error):
+            hello = greet(connection, {**self._hello(), "purpose": "link"}, first=True)
+            peer.goes_on([int(k) for k in hello["rounds"]])
+        except (OSError, Refused, struct.error, KeyError, TypeError, ValueError):
             connection.close()
             return False
         self._install(peer, connection)

@@ -192,6 +192,11 @@ class Membership:
             self._wanted.add(rank)
             self._hurry_connect.set()
 
+    def moved(self, lane: int) -> None:
+        """Tell the others that this worker skips what lies before its round of `lane`."""
+        told = json.dumps([k + (at == lane) for at, k in enumerate(self.rounds)]).encode()
+        self.links.send_all(Header(Kind.MOVED, self.run, len(told), epoch=self.record.epoch), told)
+
     def neighbors(self, ranks: Iterable[int]) -> None:
         """Have links with exactly these members, and watch whether they live."""
         self._wanted = set(ranks) - {self.rank}
@@ -331,12 +336,13 @@ class Membership:
 
     def _told(self, peer: Peer, header: Header, payload: bytes) -> None:
         try:
-            if header.kind is Kind.BEAT:
+            if header.kind in (Kind.BEAT, Kind.MOVED):
                 rounds = [int(k) for k in json.loads(payload)]
                 if len(rounds) != len(self.rounds):
                     raise ValueError(f"{len(rounds)} lanes where there are {len(self.rounds)}")
-                peer.goes_on(rounds)
-                self.links.inbox.moved(peer.rank, rounds)
+                if header.kind is Kind.BEAT:
+                    peer.goes_on(rounds)
+                self.links.inbox.moved(peer.rank, [k - 1 for k in rounds])  # the last that it launched is under way
                 if header.epoch > self.record.epoch:
                     self._hurry.set()
             elif header.kind is Kind.EPOCH:

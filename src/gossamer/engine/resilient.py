@@ -78,7 +78,7 @@ class ResilientLane(SyncLane):
     def launch(self, *, combine: bool = True) -> None:
         ahead = self.members.ahead(self.index)
         if ahead > self.k + SLACK:  # this worker stood still, or is new: go where the others are
-            self.k = ahead
+            self._jump(ahead)
         self._switch()
         self._launched = clock()
         super().launch(combine=combine)
@@ -88,6 +88,11 @@ class ResilientLane(SyncLane):
         super().stepped()
         if self.index == 0:
             self._between()
+
+    def _jump(self, k: int) -> None:
+        """Skip rounds: nobody shall wait for this worker in them."""
+        self.k = self.members.rounds[self.index] = k
+        self.members.moved(self.index)
 
     def _switch(self) -> None:
         """Follow the latest members' plan once its round has come."""
@@ -155,9 +160,9 @@ class ResilientLane(SyncLane):
     def convene(self, meeting: Meeting) -> None:
         """From now on exact averages are over those who are there."""
         self.meeting = meeting
+        if meeting.rounds[self.index] > self.k:
+            self._jump(meeting.rounds[self.index])
         self.finish()
-        self.k = max(self.k, meeting.rounds[self.index])
-        self.members.rounds[self.index] = self.k
         self.schedule = replace(self._planned, topology=build("complete", meeting.layout), ranks=meeting.ranks)
 
     def resume(self) -> None:

@@ -98,8 +98,11 @@ class SurvivingGossip(Gossip):
 
     def _continue_from(self, progress: dict[str, Any]) -> None:
         self._meetings = max(self._meetings, int(progress["meetings"]))
+        deadline = clock() + self.settings.soft_deadline
+        while clock() < deadline and len(self.members.record.members) > 1 and not self.members.ahead(0):
+            time.sleep(POLL / 5)  # until a neighbor tells where the others are by now
         for lane, rounds, steps in zip(self.lanes, progress["rounds"], progress["steps"], strict=True):
-            lane.take_over(rounds, steps)
+            lane.take_over(max(rounds, self.members.ahead(lane.index)), steps)
             lane.launch(combine=False)
 
     # -- collective calls --------------------------------------------------------------------------------------
