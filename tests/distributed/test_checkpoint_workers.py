@@ -20,7 +20,7 @@ from gossamer.checkpoint import consensus, files
 ROOT = Path(__file__).parents[2]
 
 
-def trained(rank, folder, steps, resume=False, broken=None, fail=None, timeout=20, **settings):
+def trained(rank, folder, steps, resume=False, broken=None, fail=None, patience=20, **settings):
     """A plain training script; `broken` cannot write its part of step 2, `fail` raises in its loop after step 2."""
     torch.set_num_threads(1)
     with process_group(), warnings.catch_warnings(record=True) as warned:
@@ -28,7 +28,7 @@ def trained(rank, folder, steps, resume=False, broken=None, fail=None, timeout=2
         torch.manual_seed(rank)
         model = nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.2), nn.Linear(6, 2))
         optimizer = gossamer.AccumAdamW(model.parameters(), lr=0.05, accumulate=3)
-        gossip = gossamer.decentralize(model, optimizer, timeout=timeout, **{"topology": "ring", **settings})
+        gossip = gossamer.decentralize(model, optimizer, timeout=patience, **{"topology": "ring", **settings})
         checkpoints = gossamer.Checkpoints(folder, keep_last=None)
         loaded = checkpoints.load(gossip, model, optimizer) if resume else None
         if rank == broken:
@@ -103,7 +103,7 @@ def error_of(rank, *args, **kwargs):
 
 
 def test_an_exception_on_one_worker_ends_all_and_leaves_the_last_checkpoint(tmp_path, pools):
-    answers = pools(2).run(error_of, tmp_path, 50, fail=1, timeout=4)
+    answers = pools(2).run(error_of, tmp_path, 50, fail=1, patience=4)
     assert answers[1][0] == "ZeroDivisionError"
     assert answers[0][0] is not None, "the other worker trained on without its neighbor"
     assert files.steps_in(tmp_path)[0] == 2
