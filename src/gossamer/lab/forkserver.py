@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 # Imported by every training worker anyway; `torch._dynamo` comes in with the first optimizer step (2 s of CPU each).
-PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "numpy", "gossamer.engine")
+PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "numpy", "gossamer.lab.chaos_worker")
 MAX_WORKERS = 120  # a Unix socket carries at most 253 file descriptors in a message: two a worker
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
