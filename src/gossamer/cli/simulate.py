@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gossamer.cli.options import Json, N, Nodes, PerNode, command_app, layout_from
+from gossamer.cli.options import MAX_WORKERS, Json, N, Nodes, PerNode, command_app, layout_from
 from gossamer.cli.output import print_json, print_rich, table
 from gossamer.errors import InputError
 
@@ -239,7 +239,9 @@ def _scaling(text: str, setting: Setting, chosen: tuple[Method, ...], run: Any) 
     except ValueError:
         counts = [0]
     if min(counts) < 1:
-        raise InputError(f"--scaling must list positive numbers of nodes, got {text!r}; write for example 2,4,8")
+        raise InputError(f"--scaling must list positive numbers of nodes, got {text!r:.60}; write for example 2,4,8")
+    if max(counts) * max(setting.layout.per_node) > MAX_WORKERS:
+        raise InputError(f"--scaling must stay below {MAX_WORKERS} workers, got {max(counts)} nodes; list fewer")
     local = setting.layout.per_node
     if len(set(local)) > 1:
         raise InputError(f"--scaling needs equal nodes, got {list(local)}; pass --per-node with one number")

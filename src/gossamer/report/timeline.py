@@ -6,7 +6,8 @@ that a predicted timeline stands above the measured one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_SPANS = 20_000  # more than this cannot be told apart on a screen, and browsers choke
 MAX_PICTURE_ROWS = 64
+PICTURES = (".svg", ".png", ".pdf")
 TALL, THIN = 0.62, 0.26  # heights of a worker's own bar and of its exchanges' bar
 
 
@@ -29,14 +31,22 @@ def draw(traces: Sequence[Trace], path: str | Path, *, title: str = "", unit: st
     count = sum(len(t.spans) for t in traces)
     if count > MAX_SPANS:
         raise InputError(f"{count} spans are too many to draw (at most {MAX_SPANS}); use fewer workers or steps")
-    if path.suffix not in (".html", ".svg", ".png", ".pdf"):
-        raise InputError(f"cannot draw to {str(path)!r}; name a file that ends in .html, .svg, .png or .pdf")
+    with _writing(path, (".html", *PICTURES)):
+        (_html if path.suffix == ".html" else _picture)(traces, path, title, unit)
+    return path
+
+
+@contextmanager
+def _writing(path: Path, endings: Sequence[str]) -> Iterator[None]:
+    """Refuses other file names, makes the folder, and turns what goes wrong with the file into a sentence."""
+    if path.suffix not in endings:
+        known = f"{', '.join(endings[:-1])} or {endings[-1]}"
+        raise InputError(f"cannot draw to {str(path)!r}; name a file that ends in {known}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        (_html if path.suffix == ".html" else _picture)(traces, path, title, unit)
+        yield
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}; choose another place") from None
-    return path
 
 
 def _unit(seconds: float) -> tuple[str, float]:
@@ -184,7 +194,6 @@ def draw_contours(contours: Sequence[Contour], path: str | Path, *, title: str =
     import numpy as np
 
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(
         1, len(contours), squeeze=False, sharey=True, figsize=(3.6 * len(contours) + 1, 3.6), layout="constrained"
     )
@@ -199,7 +208,8 @@ def draw_contours(contours: Sequence[Contour], path: str | Path, *, title: str =
     figure.colorbar(filled, ax=axes[0].tolist(), format=lambda v, _: f"{v:.0%}", label="saving over all-reduce")
     if title:
         figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=130)
+    with _writing(path, PICTURES):
+        figure.savefig(path, dpi=130)
     plt.close(figure)
     return path
 
@@ -212,7 +222,6 @@ def draw_scaling(curves: dict[str, list[tuple[int, float]]], path: str | Path, *
     import matplotlib.pyplot as plt
 
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure, axis = plt.subplots(figsize=(6.4, 4), layout="constrained")
     for name, points in curves.items():
         axis.plot([n for n, _ in points], [t for _, t in points], marker="o", label=name)
@@ -224,6 +233,7 @@ def draw_scaling(curves: dict[str, list[tuple[int, float]]], path: str | Path, *
     axis.set_ylabel(f"step time ({unit})")
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)
-    figure.savefig(path, dpi=130)
+    with _writing(path, PICTURES):
+        figure.savefig(path, dpi=130)
     plt.close(figure)
     return path

@@ -21,6 +21,8 @@ from gossamer.runtime.simulator import Result
 from gossamer.topology import Round, Topology
 from gossamer.trace import Span
 
+MOST_RATE = 100  # exchanges a gradient; beyond it nothing is left to gain
+
 
 def simulate_async(
     topology: Topology, costs: Costs, compute: Floats, *, rate: float = 1.0, seed: int = 0, trace_steps: int = 0
@@ -30,8 +32,8 @@ def simulate_async(
     A step is n gradients in all, since training stops on the total number of gradients: the step time is n over the
     workers' summed rates.
     """
-    if rate < 0:
-        raise InputError(f"the exchange rate must not be negative, got {rate}; pass e.g. rate=1")
+    if not 0 <= rate <= MOST_RATE:
+        raise InputError(f"the exchange rate must not be negative or above {MOST_RATE}, got {rate}; pass e.g. rate=1")
     n = topology.n
     steps = len(compute)
     ends = np.cumsum(compute, axis=0)

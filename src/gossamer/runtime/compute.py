@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from gossamer.errors import InputError
 
+LONGEST = 1 << 25  # characters of a recording
 WIDEST, SLOWEST = 10.0, 1e6  # far beyond any machine: larger numbers would overflow
 Table = NDArray[np.float64]  # [steps, workers]
 
@@ -157,10 +158,13 @@ class Replay(Jitter):
     def from_file(cls, path: str | Path) -> Replay:
         """A JSON list (of numbers, or of one list a step), or text: a line a step, columns by comma or space."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            with Path(path).open(encoding="utf-8") as file:
+                text = file.read(LONGEST + 1)
         except (OSError, ValueError) as error:  # a ValueError: no text, or no path
             reason = getattr(error, "strerror", None) or error
             raise InputError(f"cannot read the recording {path!s:.100} ({reason}); pass replay:FILE") from None
+        if len(text) > LONGEST:
+            raise InputError(f"the recording {path!s:.100} is longer than {LONGEST} characters; record fewer steps")
         try:
             if text.lstrip().startswith("["):
                 rows = [row if isinstance(row, list) else [row] for row in json.loads(text)]

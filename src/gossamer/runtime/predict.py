@@ -19,6 +19,7 @@ from gossamer.topology.schedule import Schedule
 from gossamer.trace import Trace
 
 STEPS = 400
+MOST_TIMES = 1 << 27  # a gigabyte of compute times
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,17 @@ def predict(
     method = parse(method) if isinstance(method, str) else method
     if steps < 10:
         raise InputError(f"a prediction needs at least 10 steps to settle, got {steps}")
+    if seed < 0:
+        raise InputError(f"the seed must not be negative, got {seed}; pass for example 0")
+    if trace_steps < 0:
+        raise InputError(f"the steps in a timeline must not be negative, got {trace_steps}; pass for example 8")
     policy = policy or default_policy(setting, method)
     layout = setting.layout
     room = steps * (policy.staleness + policy.every) if method.algorithm == "awc" else steps
+    if room * layout.n > MOST_TIMES:
+        raise InputError(
+            f"{room} steps of {layout.n} workers are too many to simulate (at most {MOST_TIMES} in all); pass fewer"
+        )
     if isinstance(setting, Abstract):
         draws = parse_jitter(setting.jitter).sample(layout.n, room, seed)
         costs: AbstractCosts | ClusterCosts = AbstractCosts(

@@ -22,6 +22,7 @@ from typing import Literal
 import numpy as np
 
 from gossamer.errors import InputError
+from gossamer.runtime.cluster import MOST_BUCKETS
 from gossamer.runtime.costs import Costs, Exchange, Floats, Latest
 from gossamer.runtime.recorder import Recorder
 from gossamer.runtime.sharing import share
@@ -52,6 +53,8 @@ class Policy:
             value = getattr(self, name)
             if value < least:
                 raise InputError(f"{name} must be at least {least}, got {value}")
+        if self.buckets > MOST_BUCKETS:
+            raise InputError(f"buckets must be at most {MOST_BUCKETS}, got {self.buckets}; use fewer")
         if self.combine == "atc" and self.staleness:
             raise InputError(f"atc waits for its exchange at once, so staleness must be 0, got {self.staleness}")
 
@@ -96,7 +99,8 @@ class Network:
         """When every worker has all buckets of the k-th exchange, launched at `launch`."""
         n, bucket = len(launch), 0
         done = launch
-        lanes = np.tile(launch, self.policy.in_flight)  # [in_flight x workers], side by side
+        # [in flight x workers], side by side
+        lanes = np.tile(launch, min(self.policy.in_flight, self.policy.buckets))
         for wave in self._step(k):
             width = len(wave.exchanges)
             starts = lanes[: width * n]
