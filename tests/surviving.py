@@ -36,7 +36,8 @@ class Worker(threading.Thread):
     def run(self) -> None:
         try:
             self.job.local.rank = self.rank
-            model, optimizer = self.job.make(self.rank)
+            with self.job.lock:  # torch's generator is one for all threads
+                model, optimizer = self.job.make(self.rank)
             self.model = model
             gossip = gossamer.decentralize(
                 model, optimizer, on_failure="continue", **{"timeout": 20.0, **self.job.options}
@@ -81,6 +82,7 @@ class Job:
     def __init__(self, n: int, per_node: int, options: dict[str, Any]):
         self.n, self.per_node, self.options = n, per_node, options
         self.local = threading.local()
+        self.lock = threading.Lock()
 
     def make(self, rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(100 + rank)
