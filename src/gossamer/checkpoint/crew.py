@@ -26,6 +26,7 @@ class Crew:
     models: list[nn.Module]
     optimizers: list[list[Optimizer]]
     extras: list[Any]
+    _came: frozenset[int] = frozenset()  # where the job outlives its workers: whose checkpoint it is
 
     @classmethod
     def of(cls, handle: Any, model: Any, optimizer: Any, extra: Any, rank: int | None, workers: int | None) -> Crew:
@@ -48,10 +49,32 @@ class Crew:
                 "a model sharded by FSDP2 is not saved by Checkpoints; use torch.distributed.checkpoint with a folder "
                 "a node, and gossip.state_dict() beside it"
             )
-        inside = handle.lanes[0].schedule.inside
-        total = handle.control.layout.n
-        groups = [(w,) for w in range(total)] if inside is None else [tuple(m) for m in inside.members]
-        return cls(handle, [handle.control.rank], total, groups, [model], [_several(optimizer)], [extra])
+        made = cls(handle, [0], 1, [(0,)], [model], [_several(optimizer)], [extra])
+        made._look_around()
+        return made
+
+    def _look_around(self) -> None:
+        """Who takes part: everybody; where the job outlives its workers, those who came to the last collective call."""
+        control, inside = self.handle.control, self.handle.lanes[0].schedule.inside
+        self.ranks, self.total = [control.place], control.layout.n
+        self.groups = [(w,) for w in range(self.total)] if inside is None else [tuple(m) for m in inside.members]
+        if self.survives:
+            self._came = frozenset(control.schedule.ranks or range(self.total))
+
+    def gone(self) -> str | None:
+        """Which of those who take part is no longer a member."""
+        missing = sorted(self._came - set(self.handle.members.record.ranks)) if self.survives else []
+        return f"worker {missing[0]} is gone" if missing else None
+
+    @property
+    def survives(self) -> bool:
+        """Whether the job outlives its workers: on_failure="continue"."""
+        return hasattr(self.handle, "members")
+
+    @property
+    def joined(self) -> bool:
+        """Whether this worker came into a running job, whose checkpoints are its own."""
+        return bool(getattr(self.handle, "joined", False))
 
     @property
     def leads(self) -> bool:
@@ -78,15 +101,26 @@ class Crew:
         shared: list[str] = self.handle.transport.share(f"checkpoint/{call}", text)
         return shared
 
+    def agree(self, step: int) -> int:
+        """One step for a checkpoint, after `gossip_states`: the largest; of those who came, the first one's."""
+        if self.survives:
+            key = f"checkpoint/{self.handle.lanes[0].k}/{sorted(self._came)}"
+            return int(self.handle.members.directory.ask(lambda s: s.compare_set(key, "", str(step)).decode()))
+        return max(int(s) for s in self.share(str(step)))
+
     def gossip_states(self) -> list[Any]:
         """Collective; to be called before the models are copied: it may bring workers to a later round."""
         if self.handle is None:
             return [None]
-        return list(self.handle.state_dicts()) if self.virtual else [self.handle.state_dict()]
+        if self.virtual:
+            return list(self.handle.state_dicts())
+        state = self.handle.state_dict()
+        self._look_around()
+        return [state]
 
     def fits(self, state: Any) -> bool:
         """Whether a saved gossip state can be gone on with: the same algorithm, workers and topology."""
-        if self.handle is None or state is None:
+        if self.handle is None or state is None or self.survives:
             return self.handle is None and state is None
         own = self.gossips[0]
         ours = (self.total, own.lanes[0].schedule.topology.name, len(own.lanes))
@@ -103,6 +137,10 @@ class Crew:
         if not same:
             taken = sum(steps) // len(steps)
             self.handle.reset()
+            if self.survives:  # every lane counts for itself there
+                for lane in self.handle.lanes:
+                    lane.meter.steps = taken
+                return False
             states = self.gossip_states()
             for lane in (lane for s in states for lane in s["lanes"]):
                 lane["steps"] = taken

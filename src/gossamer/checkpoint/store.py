@@ -119,7 +119,7 @@ class Checkpoints:
         gossips = crew.gossip_states()
         taken = crew.steps()
         if step is None:
-            step = max(int(s) for s in crew.share(str(max(taken))))
+            step = crew.agree(max(taken))
         chance = random_state()
         parts = {}
         for at, rank in enumerate(crew.ranks):
@@ -168,7 +168,7 @@ class Checkpoints:
 
     def _begin(self, crew: Crew) -> None:
         """Before the first save: a folder that can be written to, and no history that is not ours."""
-        newest = self.latest()
+        newest = None if crew.joined else self.latest()
         if newest is not None and newest > (-1 if self._loaded is None else self._loaded):
             raise InputError(
                 f"{self.folder} holds a checkpoint of step {newest} that this run did not load; load it, choose "
@@ -183,7 +183,7 @@ class Checkpoints:
             raise InputError(
                 f"cannot write checkpoints to {self.folder}: {error.strerror or error}; choose another folder"
             ) from None
-        if crew.leads and self._rank is None:  # the others wait for us in the collective call that follows
+        if crew.leads and self._rank is None and not crew.joined:  # the others wait in the call that follows
             files.sweep(self.folder)
         self._begun = True
 
@@ -197,7 +197,7 @@ class Checkpoints:
             if crew.leads:
                 deadline = time.monotonic() + self._timeout
                 while (ready := files.receipts(self.folder, step, crew.total)) is None:
-                    why = files.abandoned(self.folder, step)
+                    why = files.abandoned(self.folder, step) or crew.gone()
                     if why is None and time.monotonic() > min(deadline, self._give_up):
                         why = "a worker did not write its part; do all workers see this folder, and are they alive?"
                     if why is not None:
