@@ -307,8 +307,8 @@ def test_a_wall_clock_run_resumes_at_its_time(pools):
         assert torch.equal(mean, results[0][2])
 
 
-def pairing(rank, decentralize, seconds):
-    """Exchanges that take `seconds` of a step of 10 ms."""
+def pairing(rank, decentralize, step, seconds):
+    """Exchanges that take `seconds` (and what they really do) beside steps of `step` seconds."""
     model = seeded(0, mlp)
     optimizer = adam(model)
     with decentralize(model, optimizer, topology="ring", algorithm="ad-psgd") as gossip:
@@ -324,17 +324,17 @@ def pairing(rank, decentralize, seconds):
         lane._thread._await = slow
         while lane.agenda.trial is not None or gossip.stats()["rounds"] < 20:
             train(model, optimizer, rank, 1)
-            time.sleep(0.01)
+            time.sleep(step)
         state = gossip.state_dict()["lanes"][0]["rounds"]
         return lane.agenda.events.pairing, lane.agenda.events.first, state
 
 
 def test_pairing_switches_to_rounds_by_agreement_where_exchanges_last(pools):
-    long = pools(4).run(real, pairing, 0.02)
+    long = pools(4).run(real, pairing, 0.01, 0.02)
     assert [r[0] for r in long] == ["rounds"] * 4
     assert len({r[1] for r in long}) == 1
     assert long[0][2] is not None
-    short = pools(4).run(real, pairing, 0.0)
+    short = pools(4).run(real, pairing, 0.1, 0.0)
     assert [r[0] for r in short] == ["edges"] * 4
     assert short[0][2] is None
 
