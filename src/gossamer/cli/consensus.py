@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 POINTS = 200  # of a curve in the output
 MAX_WORKERS = 4096  # beyond, a study in plain Python takes hours
+MAX_RUNS, MAX_UNITS = 4096, 1_000_000
 LONGEST = 2000.0  # time units without --steps
 SETTLED = 4.0  # relaxation times of AD-PSGD, before the half that counts as stationary
 
@@ -41,12 +42,14 @@ def consensus(
         raise InputError(f"--consensus simulates every exchange of at most {MAX_WORKERS} workers, got {layout.n}")
     if not 0 < rate < float("inf"):
         raise InputError(f"--rate must be a positive number of exchanges a gradient, got {rate}; 1 is usual")
-    if runs < 1:
-        raise InputError(f"--runs must be a positive number of independent runs, got {runs}")
+    if not 1 <= runs <= MAX_RUNS:
+        raise InputError(f"--runs must be from 1 to {MAX_RUNS} independent runs, got {runs}; 16 are usual")
+    if seed < 0:
+        raise InputError(f"--seed must not be negative, got {seed}; pass for example 0")
     if not 0 < epsilon < 1:
         raise InputError(f"--epsilon must be between 0 and 1, got {epsilon}; 0.1 is usual")
-    if units is not None and units < 2:
-        raise InputError(f"--steps must be at least 2 units of time here, got {units}")
+    if units is not None and not 2 <= units <= MAX_UNITS:
+        raise InputError(f"--steps must be from 2 to {MAX_UNITS} units of time here, got {units}")
     topology = build(name, layout)
     constants = rates_of(topology)
     relaxation = (constants.chi1 or 1.0) / rate
