@@ -65,6 +65,7 @@ def train(
 
 
 def _local(config: RunConfig, folder: Path, resume: bool, flags: RunFlags, board: bool) -> dict[str, Any]:
+    from gossamer.cli.surviving import run_surviving
     from gossamer.cli.training import lab_for, make_task_for, run_pool, run_virtual, start, watchers
     from gossamer.recipes.run import read_config
 
@@ -76,8 +77,11 @@ def _local(config: RunConfig, folder: Path, resume: bool, flags: RunFlags, board
     with display:
         if config.virtual:
             return run_virtual(config, task, folder, clock, resume, watch)
-        with lab_for(config.per_node, clock.get("link")) as lab, lab.pool() as pool:
-            return run_pool(pool, folder, resume, watch)
+        with lab_for(config.per_node, clock.get("link")) as lab:
+            if config.on_failure == "continue":
+                return run_surviving(lab, config, folder, watch)
+            with lab.pool() as pool:
+                return run_pool(pool, folder, resume, watch)
 
 
 def _resumed(folder: Path, flags: RunFlags, launched: tuple[int, ...] | None = None) -> RunConfig:
@@ -121,6 +125,11 @@ def _join(flags: RunFlags, decided: dict[str, Any], resume: Path | None, board: 
     places = workers_per_node()
     if resume is None:
         config = flags.configured(per_node=places, virtual=False, **decided)
+        if config.on_failure == "continue":
+            raise InputError(
+                "--on-failure continue has its own launcher; start it without torchrun or srun (under which your own "
+                'script may use decentralize(..., on_failure="continue"))'
+            )
         made = make_task_for(config)  # on every worker: bad input ends all of them, and nobody waits
     problem = ""
     if rank == 0:
@@ -153,10 +162,9 @@ def _tell(outcome: dict[str, Any], folder: Path, config: RunConfig, as_json: boo
         clock = "simulated " if config.virtual else ""
         print_rich(f"{folder}: {outcome['step']} steps, {seconds * 1e3:.1f} {clock}ms a step  {values}")
     if outcome["stopped"]:
-        typer.echo(
-            f"stopped after step {outcome['step']} of {config.steps}; go on with: gossamer train --resume {folder}",
-            err=True,
-        )
+        saved = config.on_failure == "raise"
+        how = f"go on with: gossamer train --resume {folder}" if saved else "without a checkpoint"
+        typer.echo(f"stopped after step {outcome['step']} of {config.steps}; {how}", err=True)
         raise typer.Exit(130)
     if not as_json:
         print_rich(f"look at it with: gossamer report {folder} --html report.html")

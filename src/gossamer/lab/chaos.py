@@ -229,6 +229,7 @@ def _verdict(
         "ended": ran.ended,
         "ddp": ddp,
         "lives": [_drawn(life, ran.begin) for life in ran.lives],
+        "threads_left": {rank: value["threads"] for rank, value in ran.values.items() if value.get("threads")},
         "stats": {rank: value.get("stats") for rank, value in ran.values.items()},
     }
     found = problems(told, soft=chaos.soft)

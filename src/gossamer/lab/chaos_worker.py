@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -177,7 +178,8 @@ def train(rank: int, job: Job, generation: int = 0) -> dict[str, Any]:
     after = settled(before)
     log(event="left", **after)
     log.close()
-    return {"parameters": flat, "stats": _plain(told), "before": before, "after": after}
+    threads = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    return {"parameters": flat, "stats": _plain(told), "before": before, "after": after, "threads": threads}
 
 
 def train_ddp(rank: int, job: Job, generation: int = 0) -> dict[str, Any]:

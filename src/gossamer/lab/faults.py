@@ -45,6 +45,7 @@ class Worker:
     ending: Ending | None = None
     value: Any = None  # what it returned
     why: str = ""  # how it died, or its traceback
+    error: Exception | None = None  # what it raised, if that can be sent
     killed: bool = False  # by us
     stays: bool = False  # the process lives on after its call
     gone: bool = False  # reaped by the server, which has also ended what the worker left behind
@@ -207,7 +208,7 @@ def _note_answer(worker: Worker) -> None:
     if kind == "ok":
         worker.ended, worker.ending, worker.value = time.monotonic(), "returned", rest[0]
     else:
-        worker.ended, worker.ending, worker.why = rest[0], "raised", rest[1]
+        worker.ended, worker.ending, worker.why, worker.error = rest[0], "raised", rest[1], rest[2]
     if not worker.stays:
         worker.gang.channels[0].close()  # no more calls: the process leaves by itself
 

@@ -63,6 +63,11 @@ class RunConfig(BaseModel):
     exact_inside: bool = False
     """Gradients are averaged exactly inside a node (DDP), parameters gossip between nodes."""
 
+    on_failure: Literal["raise", "continue"] = "raise"
+    """A worker that dies: the end of the run, or the others go on and the launcher replaces it."""
+    max_replacements: Whole = 3
+    """How many workers are replaced in a run."""
+
     eval_every: Whole | None = None
     """Steps between evaluations; None: a fifth of all; 0: at the end only."""
     checkpoint_every: Whole = 0
@@ -83,6 +88,10 @@ class RunConfig(BaseModel):
             raise ValueError(
                 f"exact_inside gossips between nodes and needs two or more, got per_node {list(self.per_node)}"
             )
+        if self.on_failure == "continue":
+            unfit = [name for name in ("virtual", "exact_inside", "checkpoint_every", "ema") if getattr(self, name)]
+            if unfit:
+                raise ValueError(f"on_failure 'continue' does not go with {' and '.join(unfit)}; leave out either")
         return self
 
     @property

@@ -53,6 +53,10 @@ class Crew:
         """By one worker for others, since the start of this process; None where it cannot be told."""
         return None
 
+    def advanced(self, step: int) -> int:
+        """How many steps are done, `step` by this process's own count; more if it was away and the others went on."""
+        return step
+
     def checkpoints(self, folder: Path, keep_last: int) -> gossamer.Checkpoints:
         alone = {} if self.handle is not None else {"rank": self.places[0], "workers": self.total}
         return gossamer.Checkpoints(folder, keep_last=keep_last, **alone)
@@ -101,14 +105,26 @@ class GossipCrew(Crew):
             here = config.per_node[gossamer.Layout.of(config.per_node).node[rank]]
             self._inside = reduced_bytes(replica.model, here)
         settings = gossip_settings(method, config)
-        self.gossip = self.handle = gossamer.decentralize(replica.forward, replica.optimizer, trace=trace, **settings)
+        self.survives, self._batches = config.on_failure == "continue", config.micro_batches
+        self.gossip = self.handle = gossamer.decentralize(
+            replica.forward, replica.optimizer, trace=trace, on_failure=config.on_failure, **settings
+        )
         super().__init__([replica], [rank], config.workers)
 
     def averaged(self) -> AbstractContextManager[nn.Module]:
         return self.gossip.averaged()
 
     def consensus_distance(self) -> float:
-        return self.gossip.consensus_distance()
+        # An evaluation is one meeting where workers come and go: who joins in it has missed nothing.
+        return float("nan") if self.survives else self.gossip.consensus_distance()
+
+    def advanced(self, step: int) -> int:
+        if not self.survives:
+            return step
+        taken = int(self.gossip.stats()["steps"])
+        if taken != step:  # this worker joined, or was away: schedule and data go where its new state is
+            self.replicas[0].go_to(taken, taken * self._batches)
+        return taken
 
     def bytes_sent(self) -> float:
         stats = self.gossip.stats()

@@ -32,6 +32,7 @@ class Progress:
     units: int = 0
     bytes: float = 0.0
     waited: float = 0.0
+    joins: bool = False  # the others train already
     stopped: bool = False
     evaluation: dict[str, Any] = field(default_factory=dict)  # the last one
 
@@ -57,6 +58,16 @@ def train(
     `clock(k)`, the simulated time after k steps, `seconds` are not measured.
     """
     sent_before, saved = progress.bytes, progress.step or -1  # what is saved need not be saved again
+
+    def look(last: bool) -> None:
+        with stop.meeting(progress.step):
+            evaluation = evaluate(task, crew, final=last)
+        if evaluation:
+            log({"step": progress.step, "seconds": progress.seconds, **evaluation})
+            progress.evaluation = evaluation
+
+    if progress.joins and progress.step < config.steps and progress.step % config.eval_steps == 0:
+        look(False)  # the others are about to
     while progress.step < config.steps:
         if stop(progress.step):
             progress.stopped = True
@@ -71,7 +82,7 @@ def train(
         losses = gradients(crew.replicas, batches)
         for replica in crew.replicas:
             replica.step(config.clip)
-        progress.step += 1
+        progress.step = crew.advanced(progress.step + 1)
         progress.seconds += time.perf_counter() - began
         if clock is not None:
             progress.seconds = clock(progress.step)
@@ -87,13 +98,9 @@ def train(
             )
         row = progress.state_dict()
         log({**row, "loss": loss, "lr": rate, "waited": None if idle is None else progress.waited})
-        last = progress.step == config.steps
+        last = progress.step >= config.steps
         if last or progress.step % config.eval_steps == 0:
-            with stop.meeting(progress.step):
-                evaluation = evaluate(task, crew, final=last)
-            if evaluation:
-                log({"step": progress.step, "seconds": progress.seconds, **evaluation})
-                progress.evaluation = evaluation
+            look(last)
         if config.checkpoint_every and (last or progress.step % config.checkpoint_every == 0):
             with stop.meeting(progress.step):
                 save(progress)

@@ -37,6 +37,18 @@ class Replica:
         if self.ema is not None:
             self.ema.update_parameters(self.model)
 
+    def go_to(self, step: int, batches: int) -> None:
+        """Schedule and data as after `step` steps of `batches` in all; model and optimizer are there already."""
+        scheduler = self.scheduler
+        scheduler.last_epoch = step
+        for group, base, factor in zip(
+            self.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(step)
+        scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+        for stream in self.streams:
+            stream.load_state_dict({"position": batches})
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds besides model, optimizer and gossip."""
         return {

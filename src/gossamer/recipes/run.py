@@ -24,7 +24,7 @@ from gossamer.recipes.crew import Crew, DdpCrew, GossipCrew, VirtualCrew, Wrap
 from gossamer.recipes.gradients import choose
 from gossamer.recipes.loop import Clock, Progress, Row, train
 from gossamer.recipes.methods import Method, learning_rate
-from gossamer.recipes.stop import Stop, StopHere
+from gossamer.recipes.stop import Stop, StopAlone, StopHere
 from gossamer.recipes.task import Task
 
 LEAVE_WITHIN = 5.0  # seconds that a worker which failed waits for the other parts of a checkpoint
@@ -88,8 +88,12 @@ def run(
     if config.virtual:
         torch.set_num_threads(config.threads)
     crew = make_crew(config, task, method, folder, rank, wrap)
-    stop = stop or (StopHere() if config.virtual else Stop(folder, rank, config.workers, lockstep=crew.lockstep))
-    progress = Progress()
+    survives = config.on_failure == "continue"
+    if stop is None:
+        everyone = Stop(folder, rank, config.workers, lockstep=crew.lockstep)
+        stop = StopHere() if config.virtual else StopAlone(folder) if survives else everyone
+    done = crew.advanced(0)
+    progress = Progress(step=done, joins=done > 0)
     gradients, batched = choose(task, config, crew.replicas)
     checkpoints = crew.checkpoints(folder / "checkpoints", config.keep_last)
     if resume:
@@ -99,6 +103,8 @@ def run(
         progress = Progress(**saved)
 
     def save(now: Progress) -> None:
+        if survives:
+            return  # a checkpoint needs all workers
         crew.save(checkpoints, now.step, {**now.state_dict(), "batched": batched})
 
     with _Metrics(folder, rank, progress.step) as metrics, _leaving(stop, checkpoints):

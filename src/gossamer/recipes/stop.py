@@ -127,3 +127,14 @@ class StopHere:
 
     def left(self) -> None:
         pass
+
+
+class StopAlone(StopHere):
+    """For a worker that survives the others, and they it: everybody stops when asked, at its own step."""
+
+    def __init__(self, run: Path) -> None:
+        super().__init__()
+        self._request = folder_of(run) / "request"
+
+    def __call__(self, step: int) -> bool:
+        return self._request.exists()

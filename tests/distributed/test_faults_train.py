@@ -1,0 +1,94 @@
+"""`gossamer train --on-failure continue`: the launcher replaces a worker that dies, and the run comes to its end."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gossamer.cli import main
+from gossamer.lab.faults import Workforce
+
+TRAIN = "train vision --workers 3 --per-node 3 --method dadam:aer --on-failure continue --json"
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def kill_after(force: Workforce, folder: Path, rank: int, steps: int) -> None:
+    """kill -9, once the worker has done so many steps."""
+    path = folder / f"metrics-{rank:05d}.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if path.exists() and len(rows(path)) >= steps:
+            worker = force.current(rank)
+            assert worker is not None
+            os.kill(worker.pid, signal.SIGKILL)
+            return
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def kills(monkeypatch):
+    """Have workers killed: `kills(folder, rank, steps)` before the command is called."""
+    wanted = []
+    start = Workforce.start
+
+    def watched(self, rank, fn, *args, **kwargs):
+        worker = start(self, rank, fn, *args, **kwargs)
+        if worker.generation == 0 and rank == len(self.specs) - 1:  # the last of the gang
+            for folder, victim, steps in wanted:
+                threading.Thread(target=kill_after, args=(self, folder, victim, steps), daemon=True).start()
+        return worker
+
+    monkeypatch.setattr(Workforce, "start", watched)
+    return lambda *what: wanted.append(what)
+
+
+def test_a_dead_worker_is_replaced_and_the_run_ends_as_planned(tmp_path, kills, capsys):
+    folder = tmp_path / "run"
+    kills(folder, 0, 5)
+    assert main([*TRAIN.split(), "--steps", "200", "--eval-every", "50", "--out", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["step"] == 200
+    assert told["deaths"] == [{"worker": 0, "why": "killed by SIGKILL"}]
+    assert "worker 0 is gone (killed by SIGKILL); replaced (1 of at most 3)" in err
+    assert told["averaged"]["accuracy"] > 0.5
+    for rank in range(3):
+        steps = [row["step"] for row in rows(folder / f"metrics-{rank:05d}.jsonl") if "loss" in row]
+        assert steps[-1] == 200
+        assert steps == sorted(set(steps)), "no step is done twice"
+    rates = {row["step"]: row["lr"] for row in rows(folder / "metrics-00001.jsonl") if "loss" in row}
+    replaced = {row["step"]: row["lr"] for row in rows(folder / "metrics-00000.jsonl") if "loss" in row}
+    common = rates.keys() & replaced.keys()
+    assert 200 in common
+    assert all(rates[k] == pytest.approx(replaced[k]) for k in common), "the schedule goes on where the others are"
+
+
+def test_without_replacements_the_others_go_on(tmp_path, kills, capsys):
+    folder = tmp_path / "run"
+    kills(folder, 1, 3)
+    assert main([*TRAIN.split(), "--steps", "20", "--max-replacements", "0", "--out", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["step"] == 20
+    assert "the others go on without it: 0 were replaced already" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--checkpoint-every 5", "on_failure 'continue' does not go with checkpoint_every"),
+        ("--on-failure perhaps", "on_failure"),
+        ("--max-replacements -1", "max_replacements"),
+    ],
+)
+def test_what_does_not_go_together_is_told(words, sentence, tmp_path, capsys):
+    assert main([*TRAIN.split(), *words.split(), "--out", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
