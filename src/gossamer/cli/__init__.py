@@ -18,6 +18,7 @@ COMMANDS = (
     "train",
     "compare",
     "export",
+    "directory",
     "report",
     "doctor",
 )

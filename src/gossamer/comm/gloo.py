@@ -117,6 +117,12 @@ class GlooTransport(Transport):
     def broadcast(self, tensors: list[Tensor], among: tuple[tuple[int, ...], ...] | None = None) -> None:
         broadcast_from_first(tensors, self._group if among is None else subgroup_of(among))
 
+    def first_lost(self, peer: int) -> int:
+        """Whom a worker of this job lost first: the one that died, where others only follow it."""
+        with suppress(Exception):  # the store may have died with it
+            return int(self._edge_store.compare_set("lost", "", str(peer)).decode())
+        return peer
+
     def cut(self) -> None:
         """End all exchanges under way, and begin no connection."""
         self._left.set()
@@ -156,10 +162,12 @@ class GlooChannel(ThreadedChannel):
                 with job.waiting_for(peer):
                     work.wait(timedelta(seconds=self._timeout))
         except Exception as error:
+            first = self._transport.first_lost(peer)
+            before = "" if first == peer else f"; the first to be lost in this job was worker {first}"
             raise PeerError(
                 f"worker {self._transport.rank} lost worker {peer} in round {job.round}, bucket {job.bucket}: "
-                f"{' '.join(str(error).split())[:200]}. Is worker {peer} alive, and did it train as many steps? "
-                "Restart the job from its last checkpoint."
+                f"{' '.join(str(error).split())[:200]}{before}. Is worker {first} alive, and did it train as many "
+                "steps? Restart the job from its last checkpoint, or train with on_failure='continue'."
             ) from error
         finally:  # the traceback of an error would keep connections open
             works.clear()

@@ -1,0 +1,47 @@
+"""`gossamer directory`: the meeting place of a job that outlives its workers."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import threading
+from typing import Annotated
+
+import typer
+
+from gossamer.cli.options import Json, command_app
+from gossamer.cli.output import print_json, print_rich
+from gossamer.errors import InputError
+
+app = command_app()
+
+
+@app.command(epilog="Example: gossamer directory --port 29400")
+def directory(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on (0: a free one, which is told).")],
+    as_json: Json = False,
+) -> None:
+    """Host the directory of a job with on_failure="continue" until Ctrl-C: it holds addresses and who is a member.
+
+    Run one for each job, on a host that stays: training goes on without it, but nobody can join meanwhile.
+    """
+    from gossamer.comm.directory import host
+
+    try:
+        hosted = host(port)
+    except RuntimeError as error:
+        raise InputError(f"cannot listen on port {port}: {str(error).splitlines()[0]}; choose another --port") from None
+    address = f"{socket.gethostname()}:{hosted.port}"
+    if as_json:
+        print_json({"address": address, "port": hosted.port})
+    else:
+        print_rich(f"directory at {address}; for every worker: export GOSSAMER_DIRECTORY={address}   (Ctrl-C ends it)")
+    sys.stdout.flush()  # whoever reads this through a pipe waits for it
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        while not stop.wait(3600.0):
+            pass
+    except KeyboardInterrupt:
+        pass
