@@ -69,7 +69,7 @@ def _edge(got: Any) -> str:
 
 def _table(metric: str, found: Found) -> list[str]:
     extra = metric != "loss"
-    head = ["setting", "lr", *([metric] if extra else []), "loss", "worker 0's loss", "spread", "ms a step on a40"]
+    head = ["setting", "lr", *([metric] if extra else []), "loss", "spread", "ms a step on a40"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name, got in found.items():
         runs = [r for r in got["runs"] if "final" in r]
@@ -77,7 +77,7 @@ def _table(metric: str, found: Found) -> list[str]:
             continue
         row = [name, f"{got['lr']:.3g}{_edge(got)}"]
         row += [figure_of(_finals(got, metric), DIGITS[metric])] if extra else []
-        row += [figure_of(_finals(got, "loss"), 3), f"{statistics.mean(r['local']['loss'] for r in runs):.3f}"]
+        row += [figure_of(_finals(got, "loss"), 3)]
         row += [f"{statistics.mean(r['spread'] for r in runs):.3g}", f"{1e3 * runs[0]['step_seconds']:.0f}"]
         lines.append("| " + " | ".join(row) + " |")
     return lines
