@@ -31,10 +31,9 @@ WARM_UP = 8  # steps until the unit of time is agreed and exchanges have begun
 class Products(Clock):
     """Computes where the emulated model would sleep: the same products every step."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._matrix = torch.rand(192, 192)
-        self._step = seconds
         self._per_second = 200.0
         for _ in range(4):  # the last one is measured warm
             begin = time.perf_counter()
@@ -59,7 +58,7 @@ def worker(rank: int, args: argparse.Namespace, model_mb: float, compute: float,
 
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    clock = Products(compute) if computing and rank == 0 else Clock()
+    clock = Products() if computing and rank == 0 else Clock()
     samples = []
     for _ in range(args.repeats):
         block = {}
