@@ -9,12 +9,14 @@ its checksum. In the end the run goes on undisturbed and is compared, bit by bit
 """
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
 import random
 import signal
 import socket
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -38,6 +40,7 @@ def worker(rank: int, workers: int, port: int, folder: Path, width: int, until: 
     """Train from the newest checkpoint, saving after every step, until killed or after `until` steps."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(workers))
     os.environ.update(GLOO_SOCKET_IFNAME="lo", RES_OPTIONS="timeout:1 attempts:1")
+    faulthandler.register(signal.SIGUSR1, (folder / f"stack-{rank}").open("w"))
     if until is None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # neighbors of a killed worker say so
     torch.set_num_threads(1)
@@ -88,7 +91,9 @@ def finished(gang: list[Any]) -> bool:
     for process in gang:
         process.join(max(0.0, deadline - time.monotonic()))
     alive = [p for p in gang if p.is_alive()]
-    for process in alive:
+    for process in alive:  # say where it stands
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1.0)
         os.kill(process.pid, signal.SIGKILL)
         process.join()
     return not alive
@@ -126,6 +131,8 @@ def kill_once(folder: Path, args: argparse.Namespace, chance: random.Random) -> 
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
     left = finished(gang)
+    if not left:
+        print("".join(f"{p.name}\n{p.read_text()}\n" for p in sorted(folder.glob("stack-*"))), file=sys.stderr)
     return {"victim": victim, "delay_s": delay, "before": first, "others_left_by_themselves": left, **verify(folder)}
 
 

@@ -123,6 +123,7 @@ def abandon(folder: Path, step: int, why: str) -> None:
     """Tell the other workers that this checkpoint will not come, and free its space."""
     partial = partial_of(folder, step)
     with suppress(OSError):
+        partial.mkdir(parents=True, exist_ok=True)
         for file in partial.iterdir():
             if file.suffix == ".pt":
                 file.unlink(missing_ok=True)

@@ -79,6 +79,8 @@ class Checkpoints:
         self._begun = False
         self._thread: threading.Thread | None = None
         self._writing: tuple[int, bool] | None = None  # the step, and whether this process makes it visible
+        self._written = threading.Event()  # nothing of this process is on its way to the disk
+        self._written.set()
         self._failure: str | None = None
         self._give_up = math.inf  # when to leave without the other workers' parts
         if rank == 0:  # nobody can be writing yet
@@ -115,8 +117,11 @@ class Checkpoints:
         crew = Crew.of(gossip, model, optimizer, extra, self._rank, self._workers)
         if not self._begun:
             self._begin(crew)
-        self._collect()
+        # Whoever comes to the collective call has written its part of the checkpoint before: then that is complete, or
+        # somebody is missing, and the call says so.
+        self._written.wait()
         gossips = crew.gossip_states()
+        self._collect()
         taken = crew.steps()
         if step is None:
             step = crew.agree(max(taken))
@@ -136,6 +141,7 @@ class Checkpoints:
                 }
             )
         self._writing = (step, crew.leads)
+        self._written.clear()
         counts = dict(zip(crew.ranks, taken, strict=True))
         self._thread = threading.Thread(
             target=self._write, args=(step, parts, counts, crew), name="gossamer-checkpoint", daemon=True
@@ -194,6 +200,7 @@ class Checkpoints:
                 files.sweep(self.folder, before=step)
             for rank in sorted(parts):
                 files.write_part(self.folder, step, rank, parts.pop(rank), counts[rank])
+            self._written.set()
             if crew.leads:
                 deadline = time.monotonic() + self._timeout
                 while (ready := files.receipts(self.folder, step, crew.total)) is None:
@@ -211,6 +218,8 @@ class Checkpoints:
                 why = f"worker {crew.ranks[0]}: {why}"
             self._failure = why
             files.abandon(self.folder, step, why)
+        finally:
+            self._written.set()
 
     def _visible(self, step: int, deadline: float) -> bool:
         """Wait until the first worker has made it visible, or gave it up."""
