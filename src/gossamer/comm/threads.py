@@ -11,14 +11,18 @@ from gossamer.comm.exchange import Batch, Scratch
 from gossamer.comm.pace import Pace
 from gossamer.comm.transport import Channel, Job, clock
 
+GRACE = 2.0  # seconds that everything under way has to end when it was cut
+AGAIN = 0.05  # seconds between attempts to cut
+
 
 class ThreadedChannel(Channel):
     """Threads that carry out exchanges, each in launch order. Exchange b runs on thread b modulo their number, on
     every worker alike, so that all workers perform a thread's exchanges in one order and none can wait in a circle."""
 
+    _done = threading.Condition()  # one for all: collective calls wait for jobs without knowing on whose channel
+
     def __init__(self, index: int, threads: int, pace: Pace | None):
         self._index, self._pace = index, pace
-        self._done = threading.Condition()
         self._pending = 0
         self._queues: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in range(threads)]
         self._threads = [
@@ -52,8 +56,11 @@ class ThreadedChannel(Channel):
         finally:
             for q in self._queues:
                 q.put(None)
-            if self._pending:
+            deadline = clock() + GRACE
+            while self._pending and clock() < deadline:  # gloo overhears it while it is busy: again
                 self._cut()
+                with self._done:
+                    self._done.wait_for(lambda: self._pending == 0, AGAIN)
         for thread in self._threads:
             thread.join(timeout=1.0)
 
