@@ -136,9 +136,7 @@ def main() -> None:
     Console().print(summary)
     print(json.dumps([{k: v for k, v in r.items() if k != "samples_s"} for r in results]))
     if args.out is not None:
-        note = (
-            f"{args.workers} workers, a {args.mb:g} MB model under AdamW, {args.repeats} blocks of each in turn."
-        )
+        note = f"{args.workers} workers, a {args.mb:g} MB model under AdamW, {args.repeats} blocks of each in turn."
         write_record(args.out, data={"results": results}, summary=summary, note=note, environment=facts)
 
 
