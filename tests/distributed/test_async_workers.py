@@ -342,8 +342,8 @@ def test_pairing_switches_to_rounds_by_agreement_where_exchanges_last(pools):
 # -- leaving ------------------------------------------------------------------------------------------------------
 
 
-def ours(seconds=22):
-    """Threads that are left; one that was connecting when its peer left may stay until the timeout of 20 s."""
+def ours(seconds=5):
+    """Threads that are left when those that are on their way out have gone."""
     end = time.perf_counter() + seconds
     while (
         left := [t.name for t in threading.enumerate() if t.name.startswith("gossamer")]

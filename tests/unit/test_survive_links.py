@@ -92,6 +92,7 @@ def test_an_older_message_is_forgotten_and_whoever_waits_for_it_is_told(pair):
     _, late = slot(zero, 1, 6, 3)
     assert "already in round 7" in late.failed
     buffer, now = slot(zero, 1, 7, 3)
+    until(lambda: now.over)
     assert now.filled
     assert bytes(buffer) == b"new"
 
@@ -100,11 +101,11 @@ def test_a_buffer_that_was_taken_back_is_not_written_to(pair):
     zero, one, _ = pair
     buffer, waiting = slot(zero, 1, 5, 2**20)
     link = one.peer(0).link
-    link.connection.sendall(Header(Kind.DATA, RUN, 2**20, PLAN, 1, 1, 5, 0, 0).pack() + b"\1" * 1000)
+    link.connection.sendall(Header(Kind.DATA, RUN, 2**20, PLAN, 1, 1, 5, 0, 0).pack() + b"\1" * 2**18)
     until(lambda: buffer[0] == 1)
     zero.inbox.cancel([waiting])
     buffer[:] = bytes(2**20)
-    link.connection.sendall(b"\1" * (2**20 - 1000))
+    link.connection.sendall(b"\1" * (2**20 - 2**18))
     buffer6, next_one = slot(zero, 1, 6, 2)
     send(one, 0, 6, b"ok")  # the rest of the old message was read away
     until(lambda: next_one.over)

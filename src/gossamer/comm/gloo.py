@@ -8,6 +8,7 @@ point-to-point operation cannot be polled, only waited for, hence threads.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -24,6 +25,7 @@ from gossamer.comm.transport import Channel, Job, PeerError, Transport, clock
 
 NEVER = 2**31 - 1  # a tag that no exchange has
 POLL = 0.005  # seconds between looks for a peer that connects for the first time
+CONNECT = 10.0  # seconds that connecting may take once both have said that they will
 
 
 class Edge:
@@ -46,16 +48,24 @@ class Edge:
                 options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 options._devices = [gloo_device()]
                 options._threads = 1
-                options._timeout = self._timeout
+                options._timeout = min(self._timeout, timedelta(seconds=CONNECT))  # operations have their own
                 self._group = ProcessGroupGloo(self._store, 1 - self.other, 2, options)
+                if self._left.is_set():  # too late for cut() to see this connection
+                    self._group = None
+                    raise ConnectionError("this worker has left")
             return self._group
 
     def _await_peer(self) -> None:
+        """Return when both have said that they will connect. Whoever has said so keeps its word, even if it leaves
+        meanwhile, for as long as the other may need to hear it."""
         deadline = clock() + self._timeout.total_seconds()
         for word in ("here", "seen"):  # a peer that left while it waited for us says only the first
             self._store.set(f"{word}/{self.me}", "")
             while not self._store.check([f"{word}/{self.peer}"]):
-                if self._left.wait(POLL) or clock() > deadline:
+                if self._left.wait(POLL):
+                    deadline = min(deadline, clock() + (0.0 if word == "here" else CONNECT / 10))
+                    time.sleep(POLL)
+                if clock() > deadline:
                     raise ConnectionError("it did not connect")
 
     def recv(self, message: Tensor, tag: int) -> Any:

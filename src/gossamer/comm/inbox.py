@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 MEETING = 0x8000  # added to the channel of exchanges that belong to a collective call and to no round
 
 
@@ -100,7 +102,7 @@ class Inbox:
             stale = (slot is not None and slot.round > round) or (held is not None and held.round > round)
             if stale:
                 return Slot(key, epoch, round, plan, memoryview(b""), canceled=True)
-            early = Slot(key, epoch, round, plan, memoryview(bytearray(length)))
+            early = Slot(key, epoch, round, plan, memoryview(np.empty(length, np.uint8).data))
             self._early[key] = early
             return early
 

@@ -20,7 +20,8 @@ from typing import Any
 from gossamer.comm.frames import HEADER, Header, Kind, Refused, greet, read_exactly, read_into
 from gossamer.comm.inbox import Inbox, Key
 
-CHUNK = 2**18  # bytes read or written at once
+CHUNK = 2**20  # bytes read or written at once
+ENOUGH = 2**17  # bytes to wake up for
 POLL = 0.05  # seconds between looks at whether a send was given up
 CONNECT = 1.0  # seconds for a connection and its handshake
 STRANGER = -1  # whoever is not known by a rank
@@ -65,6 +66,7 @@ class Link:
         self._lock = threading.Lock()
         self._writable = select.poll()
         self._writable.register(connection, select.POLLOUT)
+        self._low = 1
         self.open = True
         self._thread = threading.Thread(target=self._read, name=f"gossamer-link-{peer.rank}", daemon=True)
 
@@ -140,6 +142,7 @@ class Link:
         readable.register(self.connection, select.POLLIN)
         done = 0
         while done < header.length:
+            self._wake_at(min(header.length - done, ENOUGH))
             readable.poll()
             with slot.lock:  # so that a buffer can be taken back between two looks
                 left = header.length - done
@@ -152,8 +155,15 @@ class Link:
                 raise ConnectionError("it closed the connection in the middle of a message")
             done += got
             self.peer.heard = time.monotonic()
+        self._wake_at(1)
         self.peer.late = False
         inbox.arrived(slot)
+
+    def _wake_at(self, size: int) -> None:
+        """Let `poll` return when so many bytes are there: waking up for each segment costs more than reading it."""
+        if size != self._low:
+            self._low = size
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
 
 def send_state(connection: socket.socket, run: bytes, data: bytes) -> None:
