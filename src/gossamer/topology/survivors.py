@@ -50,7 +50,7 @@ def _restricted(made: Round, place: dict[int, int]) -> Round:
 
 
 def _joined(topology: Topology) -> bool:
-    graph = nx.Graph()
+    graph: nx.Graph[int] = nx.Graph()
     graph.add_nodes_from(range(topology.n))
     graph.add_edges_from(topology.union_edges().tolist())
     return bool(nx.is_connected(graph))
