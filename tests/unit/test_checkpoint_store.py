@@ -277,6 +277,17 @@ def test_another_model_or_number_of_optimizers_is_one_sentence(tmp_path):
         checkpoints.save(run.cluster, run.models[:1], run.optimizers)
 
 
+def test_what_could_not_be_read_again_is_refused_when_it_is_saved(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(InputError, match=r"cannot hold a builtins.set, which would need code .* pass its state_dict"):
+        checkpoints.save(None, model, optimizer, step=1, extra={"seen": {1, 2}})
+    checkpoints.save(None, model, optimizer, step=1, extra={"at": np.int64(3), "order": np.arange(2)})
+    checkpoints.wait()
+    assert checkpoints.load(None, model, optimizer).extra == {"at": 3, "order": [0, 1]}
+
+
 def test_nothing_warns_in_an_ordinary_run(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gossamer.errors import InputError
+
 State = dict[str, Any]
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -37,7 +40,14 @@ def snapshot(value: Any) -> Any:
         return {k: snapshot(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(snapshot(v) for v in value) if type(value) in (list, tuple) else [snapshot(v) for v in value]
-    return value
+    if value is None or isinstance(value, PLAIN):
+        return value
+    if hasattr(value, "tolist"):  # numpy's numbers and arrays
+        return value.tolist()
+    raise InputError(
+        f"a checkpoint cannot hold a {type(value).__module__}.{type(value).__name__}, which would need code to read; "
+        "pass its state_dict(), or tensors, numbers, text, lists and dictionaries"
+    )
 
 
 def mixed_by(gossip: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
