@@ -107,9 +107,8 @@ def run(chaos: Chaos, progress: Progress = lambda *_: None) -> dict[str, Any]:
         ran, loss = _train(chaos, cluster, plan, chaos.seed, label, progress)
         if chaos.ddp and plan:
             ddp = _under_ddp(chaos, cluster, plan[0], progress)
-        description = cluster.describe()
     after = _own()
-    return _verdict(chaos, ran, loss, calm, ddp, description, {k: max(0, after[k] - before[k]) for k in before})
+    return _verdict(chaos, ran, loss, calm, ddp, cluster.describe(), {k: max(0, after[k] - before[k]) for k in before})
 
 
 def _train(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gossamer.errors import InputError
 from gossamer.report.bench_plot import check_path
 
 COLORS = {"kill": "#b3261e", "stop": "#e0a13c", "cut": "#7a5bb5", "join": "#2a9d8f", "slow": "#8a6d3b"}
@@ -82,6 +83,8 @@ def draw_soak(data: Mapping[str, Any], path: str | Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    if not data["memory"]["workers"]:
+        raise InputError("there is nothing to draw: no worker lived long enough; pass a longer --seconds")
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")
     for worker in data["memory"]["workers"]:
         times, rss, descriptors, threads = zip(*worker["samples"], strict=True)
@@ -90,7 +93,7 @@ def draw_soak(data: Mapping[str, Any], path: str | Path) -> Path:
         bottom.plot(times, descriptors, linewidth=1, color=line.get_color())
         bottom.plot(times, threads, linewidth=1, linestyle=":", color=line.get_color())
     top.set_ylabel("resident memory, MB")
-    top.set_ylim(bottom=0)
+    top.set_ylim(0, 1.2 * max(s[1] for w in data["memory"]["workers"] for s in w["samples"]))
     top.legend(frameon=False, ncols=4, loc="lower right")
     bottom.set_ylabel("descriptors (—), threads (···)")
     bottom.set_ylim(bottom=0)
