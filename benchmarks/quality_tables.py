@@ -160,7 +160,8 @@ def _lm(found: Found) -> tuple[str, Picture]:
             f"| {name} | {steps} | {figure_of(values, 4)} | {took:.1f} | {took / whole:.0%} "
             f"| mean {'yes' if statistics.mean(values) <= target else 'no'}, {reached} of {len(values)} seeds |"
         )
-    lines += ["", "![](plot.svg)", "", "Loss at the rates that were tried (first seed):", ""]
+    lines += ["", "![](plot.svg)", "", "(The last point of a curve is on all validation data, earlier ones on a part.)"]
+    lines += ["", "Loss at the rates that were tried (first seed):", ""]
     lines += ["| setting | rate: loss |", "|---|---|", *(f"| {n} | {_trials(g)} |" for n, g in found.items())]
     return "\n".join(lines), lambda path: _curves(found, target, path)
 
