@@ -17,12 +17,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from gossamer.comm.dist import PrefixStore, Store
 from gossamer.comm.transport import PeerError, clock
 
 POLL = 0.02  # seconds between looks at the register while parked
+LET_READ = 10.0  # seconds that the others may take to read what all have posted
 
 
 class Counted(Protocol):
@@ -52,11 +54,12 @@ class CatchUp:
     def nudge(self, lane: int, k: int) -> None:
         """Raise the register of `lane` to k."""
         key, expected = f"{self._epoch}/want/{lane}", ""
-        while True:
-            held = self._store.compare_set(key, expected, str(k)).decode()
-            if held == str(k) or (held and int(held) >= k):
-                return
-            expected = held
+        with suppress(RuntimeError):  # the store died with its worker: the exchange that is waited for tells more
+            while True:
+                held = self._store.compare_set(key, expected, str(k)).decode()
+                if held == str(k) or (held and int(held) >= k):
+                    return
+                expected = held
 
     def meet(self, lanes: Sequence[Counted], call: str) -> None:
         """Return when every worker is in the same call at the same round of each lane."""
@@ -76,6 +79,7 @@ class CatchUp:
                 goal = max(entry[index] for entry in entries)
                 while lane.k < goal:
                     lane.mix_only()
+            self._let_read(call)
         self._epoch += 1
 
     def meet_events(self, lanes: Sequence[Frozen], call: str) -> None:
@@ -96,7 +100,17 @@ class CatchUp:
             entries = [json.loads(self._store.get(f"{self._epoch}/begun/{r}")) for r in range(self._size)]
             for index, lane in enumerate(lanes):
                 lane.run_to(max(entry[index] for entry in entries))
+            self._let_read(call)
         self._epoch += 1
+
+    def _let_read(self, call: str) -> None:
+        """Worker 0, in whose process the store may live, is the last to leave it."""
+        if call != "close()":
+            return
+        read, deadline = f"{self._epoch}/read", clock() + LET_READ
+        self._store.add(read, 1)
+        while self._rank == 0 and self._store.add(read, 0) < self._size and clock() < deadline:
+            time.sleep(POLL / 10)
 
     def assist(self, lanes: Sequence[Counted], waiting: int) -> None:
         """A training worker that stands still in lane `waiting` takes part in the other lanes meanwhile."""
