@@ -84,6 +84,7 @@ class Namespaces:
         self.tag = f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{next(_serial)}"
         self.hub = f"{self.tag}-hub"
         self.names = [f"{self.tag}-n{node}" for node in range(nodes)]
+        self._silenced: set[int] = set()
 
     def make(self) -> None:
         _batch("ip", None, [f"netns add {name}" for name in (self.hub, *self.names)])
@@ -117,14 +118,18 @@ class Namespaces:
     def cut(self, node: int, *, silently: bool) -> None:
         """Let nothing through between a node and the others: the link down, or all packets lost without a sign."""
         if silently:
+            self._silenced.add(node)
             _batch("bridge", self.hub, [f"link set dev port{node} state {DISABLED}"])
         else:
             _batch("ip", self.hub, [f"link set dev port{node} down"])
 
     def mend(self, node: int) -> None:
         """Undo `cut`, of either kind."""
-        _batch("ip", self.hub, [f"link set dev port{node} up"])
-        _batch("bridge", self.hub, [f"link set dev port{node} state {FORWARDING}"])
+        if node in self._silenced:
+            self._silenced.remove(node)
+            _batch("bridge", self.hub, [f"link set dev port{node} state {FORWARDING}"])
+        else:
+            _batch("ip", self.hub, [f"link set dev port{node} up"])
 
     def slow(self, node: int, rate: float | None) -> None:
         """Give a node's link another rate for both directions; None restores what it was made with."""
