@@ -1,8 +1,11 @@
-"""Whoever loses a neighbor that only followed a dead worker names the dead one."""
+"""Whom a worker lost, and where a directory is found."""
 
+import socket
+
+import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from gossamer.comm import GlooTransport
+from gossamer.comm import GlooTransport, directory
 
 
 def test_the_first_to_be_lost_is_named_by_all():
@@ -12,3 +15,13 @@ def test_the_first_to_be_lost_is_named_by_all():
     assert far.first_lost(0) == 1
     far.close()
     assert far.first_lost(3) == 3  # without a store, what it knows itself
+
+
+def test_a_directory_listens_where_it_is_told():
+    hosted = directory.host(address="127.0.0.1")
+    with socket.create_connection(("127.0.0.1", hosted.port), timeout=5):
+        pass
+    with pytest.raises(OSError, match="refused|unreachable"):
+        socket.create_connection(("127.0.0.2", hosted.port), timeout=5)
+    with pytest.raises(OSError, match="in use"):
+        directory.host(hosted.port, "127.0.0.1")

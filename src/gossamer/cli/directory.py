@@ -20,6 +20,9 @@ app = command_app()
 @app.command(epilog="Example: gossamer directory --port 29400")
 def directory(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on (0: a free one, which is told).")],
+    address: Annotated[
+        str, typer.Option(metavar="IP", help="Listen on the interface with this address only; 0.0.0.0 is all.")
+    ] = "0.0.0.0",
     as_json: Json = False,
 ) -> None:
     """Host the directory of a job with on_failure="continue" until Ctrl-C: it holds addresses and who is a member.
@@ -29,14 +32,15 @@ def directory(
     from gossamer.comm.directory import host
 
     try:
-        hosted = host(port)
-    except RuntimeError as error:
-        raise InputError(f"cannot listen on port {port}: {str(error).splitlines()[0]}; choose another --port") from None
-    address = f"{socket.gethostname()}:{hosted.port}"
+        hosted = host(port, address)
+    except OSError as error:
+        why = error.strerror or error
+        raise InputError(f"cannot listen on port {port} of {address}: {why}; choose another --port") from None
+    where = f"{socket.gethostname() if address == '0.0.0.0' else address}:{hosted.port}"
     if as_json:
-        print_json({"address": address, "port": hosted.port})
+        print_json({"address": where, "port": hosted.port})
     else:
-        print_rich(f"directory at {address}; for every worker: export GOSSAMER_DIRECTORY={address}   (Ctrl-C ends it)")
+        print_rich(f"directory at {where}; for every worker: export GOSSAMER_DIRECTORY={where}   (Ctrl-C ends it)")
     sys.stdout.flush()  # whoever reads this through a pipe waits for it
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

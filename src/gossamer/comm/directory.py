@@ -31,14 +31,18 @@ class Unreachable(GossamerError):
 class HostedDirectory:
     """A directory in this process, for launchers. Keep it as long as workers may join."""
 
-    def __init__(self, port: int = 0):
-        self._store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
-        self.port: int = self._store.port
+    def __init__(self, port: int, address: str):
+        listener = socket.create_server((address, port), backlog=1024)  # torch's own would listen everywhere
+        name, self.port = listener.getsockname()[:2]
+        reach = "127.0.0.1" if name == "0.0.0.0" else name
+        self._store = TCPStore(
+            reach, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
 
 
-def host(port: int = 0) -> HostedDirectory:
-    """Host a directory on `port` (0: a free one, see `.port`). torch listens on every interface."""
-    return HostedDirectory(port)
+def host(port: int = 0, address: str = "0.0.0.0") -> HostedDirectory:
+    """Host a directory on `port` (0: a free one, see `.port`) of the interface with `address` (default: all)."""
+    return HostedDirectory(port, address)
 
 
 def found_at() -> tuple[str, int]:
