@@ -145,6 +145,11 @@ def asynchronous(args: argparse.Namespace) -> Study:
             for method in ("ad-psgd:ring", "a2cid2:ring"):
                 values = {**base, "options": {**options, "partition": partition}}
                 settings.append(Setting(f"{n} {partition} {method}", method, values, 0.02, search=False))
+    for method in ("ad-psgd:ring", "a2cid2:ring"):  # the limit: steps so small that the workers' pull stays constant
+        options = {"data": args.data or FASHION, "width": 4, "norm": "group", "batch": 8, "evaluate_on": 32}
+        values = {"per_node": [16], "steps": args.steps or 160, "schedule": "constant", "eval_every": 8}
+        values["options"] = {**options, "partition": "dirichlet:0.1"}
+        settings.append(Setting(f"16 small steps, dirichlet:0.1 {method}", method, values, 0.004, search=False))
     return Study(settings, {"task": "vision"}, 0.02, "accuracy", seeds=5)
 
 
