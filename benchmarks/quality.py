@@ -71,7 +71,7 @@ def vision(args: argparse.Namespace) -> Study:
     options = {"data": args.data or FASHION, "width": 4, "norm": "group", "batch": args.batch or 4}
     asynchronous = [Setting(m, m, {}, 0.1) for m in ("a2cid2:ring", "ad-psgd:ring")]
     settings = [Setting("ddp", "ddp"), *(Setting(m, m) for m in GOSSIP), *asynchronous]
-    return Study(settings, {"task": "vision", "options": options, "steps": args.steps or 200}, 8e-3, "accuracy")
+    return Study(settings, {"task": "vision", "options": options, "steps": args.steps or 200}, 32e-3, "accuracy")
 
 
 def skewed(args: argparse.Namespace) -> Study:
