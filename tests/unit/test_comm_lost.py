@@ -21,7 +21,7 @@ def test_a_directory_listens_where_it_is_told():
     hosted = directory.host(address="127.0.0.1")
     with socket.create_connection(("127.0.0.1", hosted.port), timeout=5):
         pass
-    with pytest.raises(OSError, match="refused|unreachable"):
+    with pytest.raises(OSError, match=r"refused|unreachable"):
         socket.create_connection(("127.0.0.2", hosted.port), timeout=5)
     with pytest.raises(OSError, match="in use"):
         directory.host(hosted.port, "127.0.0.1")

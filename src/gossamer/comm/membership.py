@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import secrets
 import socket
 import struct
@@ -31,6 +30,7 @@ from gossamer.comm.transport import PeerError
 BEAT = 0.1  # seconds between signs of life
 LOOK = 0.5  # seconds between looks at the directory
 LONGEST_LOOK = 4.0  # when it does not answer
+SETTLE = 1.0  # seconds of reaching it before anybody is found dead
 RETRY = 0.2  # seconds between attempts to connect
 MARGIN = 2  # rounds between a proposal and its start
 
@@ -59,6 +59,10 @@ class Record:
         members = {str(r): asdict(self.members[r]) for r in self.ranks}
         return json.dumps({"epoch": self.epoch, "members": members, "starts": self.starts})
 
+    def plan(self, description: bytes) -> bytes:
+        """What stands in every message of this epoch."""
+        return digest(description.hex(), self.text())
+
     @classmethod
     def parse(cls, text: str) -> Record:
         """ValueError, KeyError or TypeError for anything else."""
@@ -80,7 +84,6 @@ class Membership:
         self.left: set[int] = set()  # ranks that said goodbye
         self._wanted: set[int] = set()
         self._connecting: set[int] = set()
-        self._proposals: queue.SimpleQueue[Callable[[Record], Record | None]] = queue.SimpleQueue()
         self._hurry, self._hurry_connect = threading.Event(), threading.Event()
         self._stopped = False
         self._halt = threading.Event()
@@ -202,10 +205,6 @@ class Membership:
         self._wanted = set(ranks) - {self.rank}
         self._hurry_connect.set()
 
-    def plan(self, description: bytes) -> bytes:
-        """What stands in every message of this epoch."""
-        return digest(description.hex(), self.record.text())
-
     # -- agreement -----------------------------------------------------------------------------------------------
 
     def _change(self, proposal: Callable[[Record], Record | None]) -> None:
@@ -227,8 +226,8 @@ class Membership:
         return Record(record.epoch + 1, members, [k + MARGIN for k in furthest])
 
     def _without(self, record: Record, rank: int, member: Member) -> Record | None:
-        if record.members.get(rank) != member:
-            return None
+        if record.members.get(rank) != member or record.members.get(self.rank) != self.me:
+            return None  # it is gone already, or this worker has no say any more
         return self._next(record, {r: m for r, m in record.members.items() if r != rank})
 
     def _apply(self, record: Record) -> None:
@@ -252,8 +251,8 @@ class Membership:
         self._hurry_connect.set()
 
     def _agree(self) -> None:
-        """Look at the directory now and then, and propose what was found to be needed."""
-        pause, needed = LOOK, None
+        """Look at the directory now and then, and propose to go on without the dead."""
+        pause, reached = LOOK, time.monotonic()
         while not self._stopped:
             if pause == LOOK:
                 self._hurry.wait(LOOK)
@@ -261,18 +260,34 @@ class Membership:
             else:  # it is gone: do not hammer its port
                 self._halt.wait(pause)
             try:
-                while needed is not None or not self._proposals.empty():
-                    needed = needed or self._proposals.get()
-                    self._change(needed)
-                    needed = None
                 text = self.directory.ask(lambda s: look(s, "record"))
                 if text:
                     self._apply(Record.parse(text))
+                if pause > LOOK:
+                    reached = time.monotonic()
                 pause = LOOK
+                # After a cut everybody seems silent for a moment: perhaps it was this worker that was cut off.
+                if time.monotonic() - reached > SETTLE:
+                    for rank, member in self._dead():
+                        self._change(lambda record, r=rank, m=member: self._without(record, r, m))  # type: ignore[misc]
             except Unreachable:
                 pause = min(2 * pause, LONGEST_LOOK)
             except (ValueError, KeyError, TypeError):  # not a record: somebody else writes there
                 pause = LONGEST_LOOK
+
+    def _dead(self) -> list[tuple[int, Member]]:
+        """Members that this worker watches and that are dead or silent, right now."""
+        if self.excluded:
+            return []
+        now, found = time.monotonic(), []
+        for rank, member in self.record.members.items():
+            peer = self.links.peer(rank)
+            if rank in self._wanted and peer.incarnation == member.incarnation and self._is_gone(peer, now):
+                found.append((rank, member))
+        return found
+
+    def _is_gone(self, peer: Peer, now: float) -> bool:
+        return bool(peer.dead) or now - peer.heard > self.hard
 
     def _ask_patiently(self, request: Callable[[Any], Any]) -> Any:
         """At the start the directory itself may be late."""
@@ -282,7 +297,7 @@ class Membership:
 
     def _beat(self) -> None:
         last = time.monotonic()
-        proposed: set[str] = set()
+        gone: set[str] = set()
         while not self._stopped:
             now = time.monotonic()
             if now - last > 10 * BEAT:  # it was this worker that stood still
@@ -299,13 +314,12 @@ class Membership:
                 if peer.link is None and not peer.dead and rank not in self._connecting:
                     self._connecting.add(rank)
                     threading.Thread(target=self._connect, args=(peer,), name="gossamer-connect", daemon=True).start()
-                silent = now - peer.heard > self.hard
-                if silent and peer.link is not None:
-                    peer.link.close(f"it was silent for {self.hard:g} s")
-                if (peer.dead or silent) and member.incarnation not in proposed and not self.excluded:
-                    proposed.add(member.incarnation)
-                    self._proposals.put(lambda record, r=rank, m=member: self._without(record, r, m))  # type: ignore[misc]
-                    self._hurry.set()
+                if self._is_gone(peer, now):
+                    if peer.link is not None:
+                        peer.link.close(f"it was silent for {self.hard:g} s")
+                    if member.incarnation not in gone:
+                        gone.add(member.incarnation)
+                        self._hurry.set()
             self._hurry_connect.wait(BEAT)
             self._hurry_connect.clear()
 

@@ -103,7 +103,7 @@ class ResilientLane(SyncLane):
             return
         self.epoch = record.epoch
         self._planned = self.schedule = self.plans.schedule(record)
-        self._plan = self.members.plan(self.plans.description)
+        self._plan = record.plan(self.plans.description)
         at = self.schedule.ranks
         assert at is not None
         mine = at.index(self.rank)
