@@ -17,6 +17,7 @@ from gossamer.lab.faults import Worker, Workforce
 
 HANG = 20.0  # seconds without a step, beyond compute and faults of one's own, that count as hanging
 LEAVING = 25.0  # seconds to return after the end of the run
+AGAIN = 2.0  # seconds until a worker that ended of itself is started again
 POLL = 0.05
 Watch = Callable[[float, str, Sequence[Life]], None]  # seconds since the start, what happens, who has come how far
 
@@ -59,6 +60,7 @@ class _Run:
         self.reader = Reader(Path(job.folder))
         self.ran = Ran(time.monotonic(), job.seconds)
         self.suffering: dict[int, int] = {}  # rank -> faults that hold it now
+        self.again: dict[int, float] = {}  # rank -> when to start who ended of itself
         self.released: dict[int, float] = {}  # rank -> when the last fault of its own ended
 
     def await_first_steps(self) -> None:
@@ -90,6 +92,11 @@ class _Run:
                 else:
                     self.undo(fault)
             self.note_ends()
+            for rank in [r for r, at in self.again.items() if at <= now]:
+                del self.again[rank]
+                if not self.suffering.get(rank):  # else its fault's end fills the place
+                    self.released[rank] = now
+                    self.put(rank)
             if now - shown > 1.0:
                 shown = now
                 self.reader.update()
@@ -169,8 +176,7 @@ class _Run:
                 }
             )
             if self.replace and self.ran.began and not self.suffering.get(worker.rank):
-                self.released[worker.rank] = time.monotonic()
-                self.put(worker.rank)
+                self.again[worker.rank] = time.monotonic() + AGAIN
 
     def look_for_hangs(self, now: float) -> None:
         hung = {(h["worker"], h["generation"]) for h in self.ran.hung}
@@ -223,7 +229,7 @@ def carry_out(
 ) -> Ran:
     """Run `fn(rank, job, generation)` on every worker of the cluster while the plan is carried out.
 
-    With `replace`, killed workers are replaced when their fault is over, and those that end of themselves at once;
+    With `replace`, killed workers are replaced when their fault is over, and those that end of themselves soon after;
     without it (DDP) the run ends with the last worker.
     """
     with cluster.workforce(env=env) as force, CpuMeter() as meter:
