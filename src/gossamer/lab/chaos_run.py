@@ -153,7 +153,9 @@ class _Run:
         """A process into a rank's place, if that is free and the launcher replaces the dead."""
         before = self.force.current(rank)
         if before is not None and before.running:
-            self.force.poll(0.5)  # it may just be leaving
+            deadline = time.monotonic() + LEAVING
+            while before.running and time.monotonic() < deadline:
+                self.force.poll(0.5)  # it may just be leaving
             if before.running:
                 self.force.kill(rank)  # it did not leave when told
                 self.hangs(before, "did not leave when it was told to")
