@@ -71,6 +71,7 @@ def vision(args: argparse.Namespace) -> Study:
     options = {"data": args.data or FASHION, "width": 4, "norm": "group", "batch": args.batch or 4}
     asynchronous = [Setting(m, m, {}, 0.1) for m in ("a2cid2:ring", "ad-psgd:ring")]
     settings = [Setting("ddp", "ddp"), *(Setting(m, m) for m in GOSSIP), *asynchronous]
+    settings += [Setting(f"{m} inside", m, INSIDE) for m in GOSSIP if m.endswith("aer")]
     return Study(settings, {"task": "vision", "options": options, "steps": args.steps or 200}, 32e-3, "accuracy")
 
 
