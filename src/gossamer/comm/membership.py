@@ -192,6 +192,7 @@ class Membership:
     def want(self, rank: int) -> None:
         """Have a link with this member."""
         if rank not in self._wanted:
+            self.links.peer(rank).heard = time.monotonic()
             self._wanted.add(rank)
             self._hurry_connect.set()
 
@@ -202,7 +203,10 @@ class Membership:
 
     def neighbors(self, ranks: Iterable[int]) -> None:
         """Have links with exactly these members, and watch whether they live."""
-        self._wanted = set(ranks) - {self.rank}
+        wanted = set(ranks) - {self.rank}
+        for rank in wanted - self._wanted:
+            self.links.peer(rank).heard = time.monotonic()  # nobody listened to it so far: its silence begins now
+        self._wanted = wanted
         self._hurry_connect.set()
 
     # -- agreement -----------------------------------------------------------------------------------------------
