@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,10 @@ def chaos(
     faults: Annotated[int, typer.Option(help="Faults in that time; 0 is a soak: memory must stay flat.")] = 6,
     seed: Annotated[int, typer.Option(help="Seed of the faults and of the training.")] = 1,
     calm_runs: Annotated[int, typer.Option(help="Runs without faults, for the loss they end with.")] = 1,
+    calm_from: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="A record of --faults 0 instead of a calm run; may be repeated."),
+    ] = None,
     ddp: Annotated[bool, typer.Option("--ddp", help="Try torch's DDP under the first fault as well.")] = False,
     method: Annotated[str, typer.Option(metavar="METHOD", help="NAME[:TOPOLOGY[:WIRE]].")] = "dadam:aer",
     compute: Annotated[float, typer.Option(metavar="S", help="Seconds a step computes (emulated).")] = 0.15,
@@ -69,6 +74,7 @@ def chaos(
         faults=faults,
         seed=seed,
         calm_runs=calm_runs,
+        calm_losses=tuple(map(_final_loss, calm_from or ())),
         ddp=ddp,
         method=method,
         compute=compute,
@@ -93,6 +99,20 @@ def chaos(
         print_rich(*_shown(data, asked))
     if not data["passed"]:
         raise typer.Exit(1)
+
+
+def _final_loss(folder: Path) -> float:
+    """Of an earlier run without faults."""
+    try:
+        told = json.loads((folder / "record.json").read_text())
+        loss, faults = told["final_loss"], told["faults"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError(
+            f"there is no record of a run in {folder}; write one with gossamer chaos --faults 0 --out {folder}"
+        ) from None
+    if faults or not isinstance(loss, float):
+        raise InputError(f"the run in {folder} had {len(faults)} faults and is not calm; name one of --faults 0")
+    return loss
 
 
 @contextmanager

@@ -38,6 +38,7 @@ class Chaos:
     faults: int = 6
     seed: int = 1
     calm_runs: int = 1
+    calm_losses: tuple[float, ...] = ()  # of calm runs that were made before
     ddp: bool = False
     method: str = "dadam:aer"
     lr: float = 2e-3
@@ -195,7 +196,7 @@ def _verdict(
 ) -> dict[str, Any]:
     came = rejoins(ran)
     held = stalls(ran, 0.0)
-    calm_losses = [x for _, x in calm if x is not None]
+    calm_losses = [*chaos.calm_losses, *(x for _, x in calm if x is not None)]
     kept = leaks(ran)
     told: dict[str, Any] = {
         "hangs": len(ran.hung),
