@@ -136,7 +136,6 @@ class _Run:
             self.cluster.slow(fault.node, None)
         for rank in fault.victims:
             if fault.kind in ("kill", "join"):
-                self.job.wish(rank, "leave").unlink(missing_ok=True)
                 self.put(rank)
             elif fault.kind == "stop":
                 self.force.resume(rank)
@@ -155,11 +154,13 @@ class _Run:
         if before is not None and before.running:
             deadline = time.monotonic() + LEAVING
             while before.running and time.monotonic() < deadline:
-                self.force.poll(0.5)  # it may just be leaving
+                self.note_ends()  # it may just be leaving; others may end meanwhile
             if before.running:
-                self.force.kill(rank)  # it did not leave when told
                 self.hangs(before, "did not leave when it was told to")
-                self.force.poll(1.0)
+                self.force.kill(rank)
+                while before.running:
+                    self.note_ends()
+        self.job.wish(rank, "leave").unlink(missing_ok=True)  # now that nobody is there to whom it was said
         if self.replace:
             self.force.start(rank, self.fn, self.job, 0 if before is None else before.generation + 1)
 
