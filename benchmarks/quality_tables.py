@@ -93,7 +93,7 @@ def _settings(found: Found) -> str:
         f"{config['betas_per']}, {config['schedule']} schedule, {said}. `inside`: gradients averaged exactly inside a "
         "node, gossip between the four nodes. Loss and metric are those of the averaged model at the end; `spread` is "
         "the consensus distance. Mean ± standard deviation over "
-        f"{max(len(g['runs']) for g in found.values())} seeds."
+        f"{max(len(g['runs']) for g in found.values())} seeds, the first of which also chose the rate."
     )
 
 
