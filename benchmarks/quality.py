@@ -155,7 +155,7 @@ def asynchronous(args: argparse.Namespace) -> Study:
 
 
 NOTES = {
-    "vision": "The search began at 0.008 at first; it was moved to 0.032 after all-reduce and DAdam had their best rate "
+    "vision": "The search began at 0.008 at first; moved to 0.032 after all-reduce and DAdam had their best rate "
     "at the upper end. Rates are chosen by test loss, for there is no validation set.",
     "skewed": "Rates are chosen by test loss, for there is no validation set.",
     "asynchronous": "`small steps` was added after the ratio at 0.02 was known, to see if it depends on the step.",
