@@ -90,6 +90,8 @@ class Directory:
 
     def ask(self, request: Callable[[Store], T], timeout: float = ANSWER) -> T:
         answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+        if self._stopped:
+            raise Unreachable("this worker has left")
         requests = self._requests
         requests.put((request, answer))
         try:

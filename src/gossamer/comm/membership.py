@@ -29,8 +29,7 @@ from gossamer.comm.transport import PeerError
 
 BEAT = 0.1  # seconds between signs of life
 LOOK = 0.5  # seconds between looks at the directory
-LONGEST_LOOK = 4.0  # when it does not answer
-SETTLE = 1.0  # seconds of reaching it before anybody is found dead
+LONGEST_LOOK = 1.5  # when it does not answer
 RETRY = 0.2  # seconds between attempts to connect
 MARGIN = 2  # rounds between a proposal and its start
 
@@ -154,6 +153,7 @@ class Membership:
         """Become a member, as a new process, with a state that is `rounds` old."""
         self.rounds = list(rounds)
         self.me = replace(self.me, incarnation=secrets.token_hex(8))
+        self._listen_anew()
         self._change(lambda record: self._with_me(record))
 
     def _with_me(self, record: Record) -> Record | None:
@@ -256,7 +256,7 @@ class Membership:
 
     def _agree(self) -> None:
         """Look at the directory now and then, and propose to go on without the dead."""
-        pause, reached = LOOK, time.monotonic()
+        pause = LOOK
         while not self._stopped:
             if pause == LOOK:
                 self._hurry.wait(LOOK)
@@ -267,13 +267,11 @@ class Membership:
                 text = self.directory.ask(lambda s: look(s, "record"))
                 if text:
                     self._apply(Record.parse(text))
-                if pause > LOOK:
-                    reached = time.monotonic()
+                if pause > LOOK:  # perhaps it was this worker that was cut off: nobody is silent yet
+                    self._listen_anew()
                 pause = LOOK
-                # After a cut everybody seems silent for a moment: perhaps it was this worker that was cut off.
-                if time.monotonic() - reached > SETTLE:
-                    for rank, member in self._dead():
-                        self._change(lambda record, r=rank, m=member: self._without(record, r, m))  # type: ignore[misc]
+                for rank, member in self._dead():
+                    self._change(lambda record, r=rank, m=member: self._without(record, r, m))  # type: ignore[misc]
             except Unreachable:
                 pause = min(2 * pause, LONGEST_LOOK)
             except (ValueError, KeyError, TypeError):  # not a record: somebody else writes there
@@ -290,6 +288,11 @@ class Membership:
                 found.append((rank, member))
         return found
 
+    def _listen_anew(self) -> None:
+        """Everybody's silence begins now."""
+        for peer in list(self.links.peers.values()):
+            peer.heard = time.monotonic()
+
     def _is_gone(self, peer: Peer, now: float) -> bool:
         return bool(peer.dead) or now - peer.heard > self.hard
 
@@ -305,8 +308,7 @@ class Membership:
         while not self._stopped:
             now = time.monotonic()
             if now - last > 10 * BEAT:  # it was this worker that stood still
-                for peer in list(self.links.peers.values()):
-                    peer.heard = now
+                self._listen_anew()
             last = now
             told = json.dumps(self.rounds).encode()
             self.links.send_all(Header(Kind.BEAT, self.run, len(told), epoch=self.record.epoch), told)
@@ -331,7 +333,7 @@ class Membership:
         try:
             if not self.links.connect(peer) and not peer.dead:
                 self._hurry.set()  # perhaps we are no longer a member
-                time.sleep(RETRY)
+            time.sleep(RETRY)  # also after a connection that the other side may close at once
         finally:
             self._connecting.discard(peer.rank)
 
