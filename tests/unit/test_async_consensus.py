@@ -154,9 +154,9 @@ def test_the_command_draws(tmp_path):
         (["--method", "a2cid2:ring", "--n", "8", "--scaling", "8"], "--scaling must list at least two numbers"),
         (["--method", "a2cid2:ring", "--n", "8", "--scaling", "8,x"], "--scaling must list at least two numbers"),
         (["--method", "a2cid2:ring", "--n", "8", "--epsilon", "2"], "--epsilon must be between 0 and 1"),
-        (["--method", "a2cid2:ring", "--n", "8", "--runs", "0"], "--runs must be a positive number"),
+        (["--method", "a2cid2:ring", "--n", "8", "--runs", "0"], "--runs must be from 1 to 4096"),
         (["--method", "a2cid2:ring", "--n", "8", "--rate", "0"], "--rate must be a positive number"),
-        (["--method", "a2cid2:ring", "--n", "8", "--steps", "1"], "--steps must be at least 2"),
+        (["--method", "a2cid2:ring", "--n", "8", "--steps", "1"], "--steps must be from 2"),
         (["--method", "a2cid2:ring", "--n", "8", "--steps", "5", "--plot", "x.gif"], "cannot draw to 'x.gif'"),
     ],
 )

@@ -177,7 +177,7 @@ def test_a_topology_of_another_size():
         ({"algorithm": "atc", "staleness": 1}, r"'atc' waits for every exchange, so staleness must be 0, got 1; use"),
         ({"every": 4, "average_every": 6}, r"must be a multiple of every=4, got 6; use 8"),
         ({"every": 4, "average_every": 1}, r"must be a multiple of every=4, got 1; use 4"),
-        ({"guard": 0.05}, r"guard must be a ConsensusGuard, got 0.05; pass ConsensusGuard\(max_ratio=0.05\)"),
+        ({"guard": 0.05}, r"guard must be a ConsensusGuard, a NeighborGuard or a list of both, got 0.05; pass Cons"),
     ],
 )  # fmt: skip
 def test_bad_settings(wrong, said):
