@@ -99,7 +99,7 @@ def test_a_late_worker_is_not_waited_for_twice(monkeypatch):
     for rank in (0, 2):
         stats = results[rank][2]
         assert stats["lost_exchanges"] > 5
-        assert stats["seconds_waited_by_peer"].get(1, 0.0) < 5 * 0.3 + 1.0  # and not once a round
+        assert 0 < stats["given_up_exchanges"] < stats["lost_exchanges"]  # it was not waited for in every round
     assert results[0][2]["members"] == [0, 1, 2]
 
 
@@ -137,7 +137,7 @@ def test_one_that_leaves_is_not_waited_for(monkeypatch):
         workers = [made.start(rank, 10 if rank == 2 else 50, report if rank < 2 else id, 0.01) for rank in range(3)]
         results = finish(workers)
     assert all(stats["members"] == [0, 1] and stats["steps"] == 50 for *_, stats in results[:2])
-    assert all(stats["seconds_waited"] < 4.0 for *_, stats in results[:2])
+    assert all(stats["given_up_exchanges"] == 0 for *_, stats in results[:2])
 
 
 def test_a_death_in_a_collective_call_is_tried_again_without_it(monkeypatch):

@@ -64,6 +64,7 @@ class ResilientLane(SyncLane):
         self.members, self.plans, self._between = members, plans, between
         self.epoch = 0
         self.lost = 0
+        self.given_up = 0  # of those, because the soft deadline had passed
         self.longest_stall = 0.0
         self.meeting: Meeting | None = None
         self._planned = self.schedule
@@ -134,6 +135,7 @@ class ResilientLane(SyncLane):
             until = since + self.settings.timeout if together else self._until
             while not self.channel.wait(job, max(0.0, min(LOOK, until - clock()))):  # it may be another channel's
                 if clock() >= until:
+                    self.given_up += not job.given_up
                     self.channel.give_up(job)  # it ends as soon as its thread looks
                     until = clock() + LOOK
             self.meter.waited_for(job, since, clock())

@@ -57,6 +57,7 @@ class SurvivingGossip(Gossip):
             "members": list(self.members.record.ranks),
             "joined": self.joined,
             "lost_exchanges": sum(lane.lost for lane in self.lanes),
+            "given_up_exchanges": sum(lane.given_up for lane in self.lanes),
             "longest_stall_s": max(lane.longest_stall for lane in self.lanes),
             "refused_by_peer": dict(sorted(refused.items())),
             "last_refusal": why,
