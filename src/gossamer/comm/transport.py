@@ -113,7 +113,7 @@ class Transport(ABC):
 
     def broadcast(self, tensors: list[Tensor], among: tuple[tuple[int, ...], ...] | None = None) -> None:
         """Worker 0's values into everybody's tensors, or in each group of `among` its first worker's. Collective."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} hands values over by other means")
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Release sockets and threads."""
