@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-IMPORTS = "import os, torch, torch.distributed, torch._dynamo, gossamer, gossamer.lab.emulate; os._exit(0)"
+IMPORTS = "import os, torch, torch._dynamo, gossamer, gossamer.engine, gossamer.lab.emulate; os._exit(0)"
 
 
 def work(folder: Path, model_mb: float, compute: float) -> None:
@@ -41,11 +41,12 @@ def work(folder: Path, model_mb: float, compute: float) -> None:
         import gossamer
         from gossamer.lab.emulate import EmulatedModel
 
+        decentralize = gossamer.decentralize  # imports the engine
         tell("imported")
         torch.set_num_threads(1)
         model = EmulatedModel(model_mb, 8, compute)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
-        gossip = gossamer.decentralize(model, optimizer, topology="aer", on_failure="continue", timeout=120)
+        gossip = decentralize(model, optimizer, topology="aer", on_failure="continue", timeout=120)
         tell("joined" if gossip.stats()["joined"] else "started", step=gossip.stats()["steps"])
         while True:
             model().backward()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gossamer import Checkpoints
+from gossamer.checkpoint.files import read_manifest
 from gossamer.cli import main
 from gossamer.lab.faults import Workforce
 
@@ -34,7 +36,7 @@ def kill_after(force: Workforce, folder: Path, rank: int, steps: int) -> None:
 
 @pytest.fixture
 def kills(monkeypatch):
-    """Have workers killed: `kills(folder, rank, steps)` before the command is called."""
+    """Have workers killed: append (folder, rank, steps) before the command is called."""
     wanted = []
     start = Workforce.start
 
@@ -46,12 +48,12 @@ def kills(monkeypatch):
         return worker
 
     monkeypatch.setattr(Workforce, "start", watched)
-    return lambda *what: wanted.append(what)
+    return wanted
 
 
 def test_a_dead_worker_is_replaced_and_the_run_ends_as_planned(tmp_path, kills, capsys):
     folder = tmp_path / "run"
-    kills(folder, 0, 5)
+    kills.append((folder, 0, 5))
     assert main([*TRAIN.split(), "--steps", "150", "--eval-every", "50", "--out", str(folder)]) == 0
     out, err = capsys.readouterr()
     told = json.loads(out)
@@ -72,17 +74,52 @@ def test_a_dead_worker_is_replaced_and_the_run_ends_as_planned(tmp_path, kills, 
 
 def test_without_replacements_the_others_go_on(tmp_path, kills, capsys):
     folder = tmp_path / "run"
-    kills(folder, 1, 3)
+    kills.append((folder, 1, 3))
     assert main([*TRAIN.split(), "--steps", "20", "--max-replacements", "0", "--out", str(folder)]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["step"] == 20
     assert "the others go on without it: 0 were replaced already" in err
 
 
+def test_a_run_that_lost_a_worker_is_saved_and_resumed(tmp_path, kills, capsys):
+    folder = tmp_path / "run"
+    kills.append((folder, 1, 12))
+    command = [*TRAIN.split(), "--steps", "60", "--eval-every", "25", "--checkpoint-every", "10", "--max-replacements"]
+    assert main([*command, "0", "--out", str(folder)]) == 0
+    capsys.readouterr()
+    kills.clear()
+    checkpoints = Checkpoints(folder / "checkpoints", rank=0, workers=1)
+    assert checkpoints.latest() == 60
+    assert read_manifest(folder / "checkpoints", 60).workers == 2, "of those who were there"
+    resumed = ["train", "--resume", str(folder), "--steps", "80", "--json"]
+    assert main(resumed) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["step"] == 80
+    assert told["averaged"]["accuracy"] > 0.5
+    assert read_manifest(folder / "checkpoints", 80).workers == 3
+    steps = [row["step"] for row in rows(folder / "metrics-00000.jsonl") if "lr" in row]
+    assert steps == list(range(1, 81)), "it went on where it was"
+
+
+def test_a_worker_that_dies_before_the_job_begins_and_is_not_replaced_ends_the_run(tmp_path, monkeypatch, capsys):
+    start = Workforce.start
+
+    def killed(self, rank, fn, *args, **kwargs):
+        worker = start(self, rank, fn, *args, **kwargs)
+        if rank == 1:
+            self.kill(1)
+        return worker
+
+    monkeypatch.setattr(Workforce, "start", killed)
+    folder = str(tmp_path / "run")
+    assert main([*TRAIN.split(), "--steps", "20", "--max-replacements", "0", "--out", folder]) == 2
+    assert "before the job had begun" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--checkpoint-every 5", "on_failure 'continue' does not go with checkpoint_every"),
+        ("--exact-inside --per-node 1,2", "on_failure 'continue' does not go with exact_inside"),
         ("--on-failure perhaps", "on_failure"),
         ("--max-replacements -1", "max_replacements"),
     ],

@@ -203,8 +203,10 @@ class Checkpoints:
             self._written.set()
             if crew.leads:
                 deadline = time.monotonic() + self._timeout
-                while (ready := files.receipts(self.folder, step, crew.total)) is None:
-                    why = files.abandoned(self.folder, step) or crew.gone()
+                while True:
+                    why = files.abandoned(self.folder, step) or crew.gone()  # before: who leaves has written its part
+                    if (ready := files.receipts(self.folder, step, crew.total)) is not None:
+                        break
                     if why is None and time.monotonic() > min(deadline, self._give_up):
                         why = "a worker did not write its part; do all workers see this folder, and are they alive?"
                     if why is not None:

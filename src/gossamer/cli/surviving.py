@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,17 +17,18 @@ if TYPE_CHECKING:
     from gossamer.recipes.loop import Row
 
 
-def work(rank: int, folder: str) -> dict[str, Any]:
+def work(rank: int, folder: str, resume: bool) -> dict[str, Any]:
     """One worker's run, or what is left of it; without a process group, whose members could not come and go."""
     from gossamer.cli.training import train_here
 
-    return train_here(Path(folder), rank, False)
+    return train_here(Path(folder), rank, resume)
 
 
 def run_surviving(
     lab: Cluster,
     config: RunConfig,
     folder: Path,
+    resume: bool,
     watch: Callable[[Row], None],
     tell: Callable[[str], None] = lambda text: print(f"gossamer: {text}", file=sys.stderr, flush=True),
 ) -> dict[str, Any]:
@@ -46,17 +48,20 @@ def run_surviving(
             following(folder / "metrics-00000.jsonl", watch),
             interrupts(lambda: stop.request(folder)),
         ):
-            return _watch_over(force, config, folder, tell)
+            return _watch_over(force, config, folder, resume, tell)
     finally:
         stop.clear(folder)
 
 
-def _watch_over(force: Workforce, config: RunConfig, folder: Path, tell: Callable[[str], None]) -> dict[str, Any]:
+def _watch_over(
+    force: Workforce, config: RunConfig, folder: Path, resume: bool, tell: Callable[[str], None]
+) -> dict[str, Any]:
     from gossamer.lab import WorkerFailed
     from gossamer.recipes.loop import Diverged
 
     for rank in range(config.workers):
-        force.start(rank, work, str(folder))
+        force.start(rank, work, str(folder), resume)
+    began = time.time()
     deaths: list[dict[str, Any]] = []
     outcomes: dict[int, dict[str, Any]] = {}
     while force.running:
@@ -70,11 +75,21 @@ def _watch_over(force: Workforce, config: RunConfig, folder: Path, tell: Callabl
                 continue  # a replacement that came too late: the run is over
             why = worker.why.strip().rsplit("\n", 1)[-1]
             deaths.append({"worker": worker.rank, "why": why})
+            if len(deaths) > config.max_replacements and not _begun(folder, began):
+                raise WorkerFailed(
+                    f"worker {worker.rank} is gone before the job had begun, and is not replaced: {worker.why}",
+                    worker.rank,
+                )
             tell(f"worker {worker.rank} is gone ({why}); {_next(force, config, folder, worker, len(deaths), outcomes)}")
             if not force.running and not outcomes:
                 raise WorkerFailed(f"the last worker is gone, worker {worker.rank}: {worker.why}", worker.rank)
     first = min(outcomes)
     return {**outcomes[first], "deaths": deaths}
+
+
+def _begun(folder: Path, since: float) -> bool:
+    """Whether workers have come together: then each one's file of metrics was made, or made anew."""
+    return any(file.stat().st_mtime >= since for file in folder.glob("metrics-*.jsonl"))
 
 
 def _next(
@@ -85,5 +100,5 @@ def _next(
         return f"the others go on without it: {config.max_replacements} were replaced already (--max-replacements)"
     if outcomes or not force.running:
         return "the run ends without it"
-    force.start(dead.rank, work, str(folder))
+    force.start(dead.rank, work, str(folder), False)
     return f"replaced ({count} of at most {config.max_replacements})"

@@ -79,7 +79,7 @@ def _local(config: RunConfig, folder: Path, resume: bool, flags: RunFlags, board
             return run_virtual(config, task, folder, clock, resume, watch)
         with lab_for(config.per_node, clock.get("link")) as lab:
             if config.on_failure == "continue":
-                return run_surviving(lab, config, folder, watch)
+                return run_surviving(lab, config, folder, resume, watch)
             with lab.pool() as pool:
                 return run_pool(pool, folder, resume, watch)
 
@@ -162,8 +162,7 @@ def _tell(outcome: dict[str, Any], folder: Path, config: RunConfig, as_json: boo
         clock = "simulated " if config.virtual else ""
         print_rich(f"{folder}: {outcome['step']} steps, {seconds * 1e3:.1f} {clock}ms a step  {values}")
     if outcome["stopped"]:
-        saved = config.on_failure == "raise"
-        how = f"go on with: gossamer train --resume {folder}" if saved else "without a checkpoint"
+        how = f"go on with: gossamer train --resume {folder}"
         typer.echo(f"stopped after step {outcome['step']} of {config.steps}; {how}", err=True)
         raise typer.Exit(130)
     if not as_json:

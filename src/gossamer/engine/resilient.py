@@ -67,7 +67,7 @@ class ResilientLane(SyncLane):
         self.given_up = 0  # of those, because the soft deadline had passed
         self.longest_stall = 0.0
         self.meeting: Meeting | None = None
-        self._planned = self.schedule
+        self.planned = self.schedule
         self._plan = bytes(8)
         self._until = 0.0
         self._launched = clock()
@@ -103,7 +103,7 @@ class ResilientLane(SyncLane):
         if self.epoch and self.k < record.starts[self.index]:
             return
         self.epoch = record.epoch
-        self._planned = self.schedule = self.plans.schedule(record)
+        self.planned = self.schedule = self.plans.schedule(record)
         self._plan = record.plan(self.plans.description)
         at = self.schedule.ranks
         assert at is not None
@@ -165,11 +165,11 @@ class ResilientLane(SyncLane):
         if meeting.rounds[self.index] > self.k:
             self._jump(meeting.rounds[self.index])
         self.finish()
-        self.schedule = replace(self._planned, topology=build("complete", meeting.layout), ranks=meeting.ranks)
+        self.schedule = replace(self.planned, topology=build("complete", meeting.layout), ranks=meeting.ranks)
 
     def resume(self) -> None:
         self.meeting = None
-        self.schedule = self._planned
+        self.schedule = self.planned
 
     @torch.no_grad()
     def take_over(self, rounds: int, steps: int) -> None:

@@ -6,9 +6,12 @@ import json
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+
+from torch import nn
 
 from gossamer.comm import Counted, Membership, PeerError, Record, Unreachable, clock, layout_of, look
 from gossamer.engine.control import Control
@@ -26,7 +29,8 @@ class SurvivingGossip(Gossip):
 
     - `averaged()` and `consensus_distance()` are over the members that are alive, also those that ran out of data and
       wait there (they relay with a zero step meanwhile);
-    - `close()` is not collective: this worker leaves, the others go on.
+    - `close()` is not collective: this worker leaves, the others go on;
+    - `state_dict()` inside `averaged()` belongs to the same meeting: all save, or none does.
     """
 
     lanes: list[ResilientLane]  # type: ignore[assignment]
@@ -35,6 +39,8 @@ class SurvivingGossip(Gossip):
         self.members, self.joined, self._handover = members, joins, handover
         handover.of(self.model, [lane.optimizer for lane in self.lanes])
         self._meetings = 0
+        self.steps_met = 0  # the most steps of a worker that came to the last meeting
+        self._averaging = False
         self._meet = self._gather
         if joins:
             progress = self._handover.fetch()
@@ -62,6 +68,21 @@ class SurvivingGossip(Gossip):
             "refused_by_peer": dict(sorted(refused.items())),
             "last_refusal": why,
         }
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        with super().averaged() as model:
+            self._averaging = True
+            try:
+                yield model
+            finally:
+                self._averaging = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state() if self._averaging else super().state_dict()
+
+    def _state(self) -> dict[str, Any]:
+        return {**super()._state(), "topology": self.lanes[0].planned.topology.name}
 
     def close(self) -> None:
         """Leave: the others go on without this worker. Every parameter gets storage of its own again."""
@@ -154,12 +175,11 @@ class SurvivingGossip(Gossip):
             time.sleep(POLL)
 
     def _look_around(self, record: Record, store: Any) -> list[Any] | None:
-        """[rank, process, node, rounds] of all who came, once that is everybody."""
-        name, me = f"meeting/{self._meetings}", self.members.me
+        """[rank, process, node, rounds, steps] of all who came, once that is everybody."""
+        name = f"meeting/{self._meetings}"
         decided = look(store, name)
         if not decided:
-            rounds = [lane.k for lane in self.lanes]
-            store.set(f"{name}/{self.members.rank}", json.dumps([self.members.rank, me.incarnation, me.node, rounds]))
+            store.set(f"{name}/{self.members.rank}", json.dumps(self._here()))
             came = []
             for rank, member in record.members.items():
                 told = look(store, f"{name}/{rank}")
@@ -171,10 +191,16 @@ class SurvivingGossip(Gossip):
             decided = store.compare_set(name, "", json.dumps(sorted(came))).decode()
         return list(json.loads(decided))
 
+    def _here(self) -> list[Any]:
+        me = self.members.me
+        rounds = [lane.k for lane in self.lanes]
+        return [self.members.rank, me.incarnation, me.node, rounds, self.lanes[0].meter.steps]
+
     def _convene(self, came: list[Any]) -> None:
         ranks = tuple(int(entry[0]) for entry in came)
         layout = layout_of([entry[2] for entry in came])
         rounds = [max(entry[3][lane] for entry in came) for lane in range(len(self.lanes))]
+        self.steps_met = max(int(entry[4]) for entry in came)
         meeting = Meeting(self._meetings, ranks, layout, rounds)
         self._meetings += 1
         self.control = Control(
@@ -194,8 +220,7 @@ class SurvivingGossip(Gossip):
             GossamerWarning,
             stacklevel=5,
         )
-        me = self.members.me
-        self._convene([[self.members.rank, me.incarnation, me.node, [lane.k for lane in self.lanes]]])
+        self._convene([self._here()])
 
     def _all_well(self, fine: bool) -> bool:
         """Whether everybody who came has what it came for; the same answer for all."""

@@ -71,7 +71,7 @@ class RunConfig(BaseModel):
     eval_every: Whole | None = None
     """Steps between evaluations; None: a fifth of all; 0: at the end only."""
     checkpoint_every: Whole = 0
-    """Steps between checkpoints; 0: only when the run is interrupted."""
+    """Steps between checkpoints; 0: only when the run is interrupted. With on_failure 'continue' at evaluations too."""
     keep_last: Count = 3
     """How many of the newest checkpoints stay."""
     batched: Literal["auto", "on", "off"] = "auto"
@@ -89,7 +89,7 @@ class RunConfig(BaseModel):
                 f"exact_inside gossips between nodes and needs two or more, got per_node {list(self.per_node)}"
             )
         if self.on_failure == "continue":
-            unfit = [name for name in ("virtual", "exact_inside", "checkpoint_every", "ema") if getattr(self, name)]
+            unfit = [name for name in ("virtual", "exact_inside", "ema") if getattr(self, name)]
             if unfit:
                 raise ValueError(f"on_failure 'continue' does not go with {' and '.join(unfit)}; leave out either")
         return self

@@ -28,6 +28,8 @@ class Crew:
     """The replicas of this process. `places` are their numbers among the `total` of all processes."""
 
     lockstep = False  # nobody can finish a step that another worker has not begun
+    survives = False  # the job outlives its workers
+    joined = False  # this worker came when the others trained already
     handle: Any = None  # what gossips: a Gossip, a VirtualCluster, or nothing
 
     def __init__(self, replicas: Sequence[Replica], places: Sequence[int], total: int):
@@ -67,7 +69,8 @@ class Crew:
         if self._together:
             checkpoints.save(self.handle, models, optimizers, step=step, extra=extras)
         else:
-            checkpoints.save(self.handle, models[0], optimizers[0], step=step, extra=extras[0])
+            number = None if self.survives else step  # workers may be at different steps there: they agree on one
+            checkpoints.save(self.handle, models[0], optimizers[0], step=number, extra=extras[0])
 
     def load(self, checkpoints: gossamer.Checkpoints) -> dict[str, Any]:
         """Go on from the newest checkpoint; the progress it holds."""
@@ -109,13 +112,14 @@ class GossipCrew(Crew):
         self.gossip = self.handle = gossamer.decentralize(
             replica.forward, replica.optimizer, trace=trace, on_failure=config.on_failure, **settings
         )
+        self.joined = self.survives and bool(self.gossip.stats()["joined"])
         super().__init__([replica], [rank], config.workers)
 
     def averaged(self) -> AbstractContextManager[nn.Module]:
         return self.gossip.averaged()
 
     def consensus_distance(self) -> float:
-        # An evaluation is one meeting where workers come and go: who joins in it has missed nothing.
+        # A pause is one meeting where workers come and go: who joins in it has missed nothing.
         return float("nan") if self.survives else self.gossip.consensus_distance()
 
     def advanced(self, step: int) -> int:

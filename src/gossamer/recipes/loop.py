@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from gossamer import GossamerError
@@ -59,21 +60,38 @@ def train(
     """
     sent_before, saved = progress.bytes, progress.step or -1  # what is saved need not be saved again
 
-    def look(last: bool) -> None:
+    def pause(judge: bool, keep: bool, *, final: bool = False) -> None:
+        """Evaluate, save. Where the job outlives its workers that is one meeting, and all save in each: whoever joins
+        then misses the whole of it, or takes part in the whole of it."""
+        nonlocal saved
+        if not (judge or keep):
+            return
         with stop.meeting(progress.step):
-            evaluation = evaluate(task, crew, final=last)
+            evaluation = {}
+            if judge:
+                inside = partial(save, progress) if crew.survives else None
+                evaluation = evaluate(task, crew, final=final, inside=inside)
+            elif crew.survives:
+                with crew.averaged():
+                    save(progress)
         if evaluation:
             log({"step": progress.step, "seconds": progress.seconds, **evaluation})
             progress.evaluation = evaluation
+        if keep and not crew.survives:
+            with stop.meeting(progress.step):
+                save(progress)
+        if keep or crew.survives:
+            saved = progress.step
 
-    if progress.joins and progress.step < config.steps and progress.step % config.eval_steps == 0:
-        look(False)  # the others are about to
+    def due(every: int) -> bool:
+        return every > 0 and progress.step % every == 0
+
+    if progress.joins and progress.step < config.steps:  # the others are about to, if at all
+        pause(due(config.eval_steps), due(config.checkpoint_every))
     while progress.step < config.steps:
         if stop(progress.step):
             progress.stopped = True
-            if progress.step > saved:
-                with stop.meeting(progress.step):
-                    save(progress)
+            pause(False, progress.step > saved)
             return progress
         idle = crew.seconds_waited()
         began = time.perf_counter()
@@ -99,21 +117,21 @@ def train(
         row = progress.state_dict()
         log({**row, "loss": loss, "lr": rate, "waited": None if idle is None else progress.waited})
         last = progress.step >= config.steps
-        if last or progress.step % config.eval_steps == 0:
-            look(last)
-        if config.checkpoint_every and (last or progress.step % config.checkpoint_every == 0):
-            with stop.meeting(progress.step):
-                save(progress)
-            saved = progress.step
+        keep = due(config.checkpoint_every) or (last and config.checkpoint_every > 0)
+        pause(last or due(config.eval_steps), keep, final=last)
     stop.done(config.steps)
     return progress
 
 
-def evaluate(task: Task, crew: Crew, *, final: bool = False) -> dict[str, Any]:
+def evaluate(
+    task: Task, crew: Crew, *, final: bool = False, inside: Callable[[], None] | None = None
+) -> dict[str, Any]:
     """The consensus model's quality and worker 0's own. Called by every worker; the first process measures, the others
-    go on with their next step."""
+    go on with their next step. `inside` is called while the parameters are the mean."""
     found: dict[str, Any] = {"consensus_distance": crew.consensus_distance(), "final": final}
     with crew.averaged() as model:
+        if inside is not None:
+            inside()
         if crew.leads:
             found["averaged"] = task.evaluate(model, final=final)
     if not crew.leads:

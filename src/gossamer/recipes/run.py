@@ -88,23 +88,20 @@ def run(
     if config.virtual:
         torch.set_num_threads(config.threads)
     crew = make_crew(config, task, method, folder, rank, wrap)
-    survives = config.on_failure == "continue"
     if stop is None:
         everyone = Stop(folder, rank, config.workers, lockstep=crew.lockstep)
-        stop = StopHere() if config.virtual else StopAlone(folder) if survives else everyone
+        stop = StopHere() if config.virtual else StopAlone(folder) if crew.survives else everyone
     done = crew.advanced(0)
-    progress = Progress(step=done, joins=done > 0)
+    progress = Progress(step=done, joins=crew.joined)
     gradients, batched = choose(task, config, crew.replicas)
     checkpoints = crew.checkpoints(folder / "checkpoints", config.keep_last)
-    if resume:
+    if resume and not crew.joined:
         saved = crew.load(checkpoints)
         batched = saved.pop("batched")
         gradients, _ = choose(task, config.model_copy(update={"batched": batched}), crew.replicas)
         progress = Progress(**saved)
 
     def save(now: Progress) -> None:
-        if survives:
-            return  # a checkpoint needs all workers
         crew.save(checkpoints, now.step, {**now.state_dict(), "batched": batched})
 
     with _Metrics(folder, rank, progress.step) as metrics, _leaving(stop, checkpoints):
@@ -116,7 +113,10 @@ def run(
 
         timed = None if clock is None else going_on(clock, progress)
         train(task, crew, config, gradients, progress=progress, log=log, save=save, stop=stop, clock=timed)
-        checkpoints.wait()
+        if crew.survives:
+            checkpoints.close()  # where somebody died the last one may not have come about
+        else:
+            checkpoints.wait()
     crew.close()
     return progress
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import scipy.optimize
 import scipy.sparse as sp
 import scipy.sparse.linalg as sla
 
@@ -202,7 +201,9 @@ class Mixer:
 
         if not alive.any() or slopes.max() >= 0 or excess(40.0) > 0:
             return None
-        return k + (math.ceil(math.exp(scipy.optimize.brentq(excess, -1.0, 40.0))) if excess(-1.0) > 0 else 1)
+        from scipy.optimize import brentq  # slow to import, and every worker would
+
+        return k + (math.ceil(math.exp(brentq(excess, -1.0, 40.0))) if excess(-1.0) > 0 else 1)
 
     def _sigma(self, slope: float) -> tuple[float, bool]:
         """The log of the period's second singular value, and whether it is only estimated from the slope."""
