@@ -149,7 +149,7 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 _SAID = {"method", "seed", "lr", "steps", "per_node", "betas", "accumulate", "betas_per", "exact_inside"}
-_SAID |= {"average_every", "schedule", "warmup", "clip", "options"}
+_SAID |= {"momentum", "average_every", "schedule", "warmup", "clip", "options"}
 
 
 def _curve(losses: list[float], steps: int) -> list[list[float]]:

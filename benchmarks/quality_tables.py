@@ -238,8 +238,9 @@ def stationary(run: dict[str, Any]) -> Any:
 def _asynchronous(found: Found) -> tuple[str, Picture]:
     places = list(dict.fromkeys(re.sub(r" \S+$", "", name) for name in found))
     lines = [
-        "Ring of virtual workers, SGD with momentum, constant learning rate after a warm-up; both methods make the "
-        "very same exchanges (rate 1). Stationary consensus distance: RMS over the second half of the run.",
+        "Ring of virtual workers, a small residual network on digits, SGD (with momentum 0.9 where it says so), "
+        "constant learning rate after a warm-up; `skewed` is dirichlet:0.1. Both methods make the very same "
+        "exchanges (rate 1). Stationary consensus distance: RMS over the second half of the run.",
         "",
         "| workers, data | steps | lr | AD-PSGD | A2CiD2 | ratio | loss AD-PSGD | loss A2CiD2 | accuracy AD-PSGD "
         "| accuracy A2CiD2 |",
