@@ -25,7 +25,7 @@ demo: setup  ## install if needed, then run the main job
 	@echo "demo: 2 nodes x 2 workers with 20 Mbit/s between the nodes, 2 seeds each; about two minutes"
 	@rm -rf runs/demo
 	@$(BIN)/gossamer compare vision --workers 4 --per-node 2 --link 20mbit --methods ddp,accumadam:aer --steps 120 --seeds 2 \
-		--lr ddp=8e-3,accumadam:aer=4e-3 --ddp-bucket-mb 0.05 --trace --out runs/demo --html runs/demo/report.html
+		--lr 1.6e-2 --accumulate 2 --ddp-bucket-mb 0.05 --trace --out runs/demo --html runs/demo/report.html
 
 lint: setup  ## ruff: lint and format
 	@echo "lint: ruff check, ruff format --check"

@@ -171,6 +171,11 @@ class VirtualCrew(Crew):
         layout = gossamer.Layout.of(config.per_node)
         everyone = tuple(range(layout.n))
         if method.algorithm == "ddp":
+            if method.wire != "fp32":
+                raise gossamer.InputError(
+                    f"virtual workers average gradients exactly, so {method.name}:{method.wire} would train as "
+                    f"{method.name}; use that, or real workers"
+                )
             groups: Sequence[Sequence[int]] = [everyone]
         elif config.exact_inside:
             groups = layout.members
@@ -178,8 +183,9 @@ class VirtualCrew(Crew):
             groups = [(w,) for w in everyone]
         replicas = [make_replica(task, method, config, g) for g in groups]
         super().__init__(replicas, range(len(groups)), len(groups))
-        self._shared = len(groups[0])
-        self._inside = reduced_bytes(replicas[0].model, self._shared, method.wire if len(groups) == 1 else "fp32")
+        self._workers = layout.n
+        inside = (len(group) * reduced_bytes(replicas[0].model, len(group)) for group in groups)
+        self._inside = sum(inside) / layout.n  # of one worker on average: nodes may differ
         self.cluster: gossamer.VirtualCluster | None = None
         if method.algorithm != "ddp":
             per_node = [1] * len(groups) if config.exact_inside else config.per_node
@@ -200,7 +206,7 @@ class VirtualCrew(Crew):
 
     def bytes_sent(self) -> float:
         gossips = [] if self.cluster is None else self.cluster.gossips
-        between = sum(g.stats()["bytes_sent"] for g in gossips) / (self._shared * len(self.replicas))
+        between = sum(g.stats()["bytes_sent"] for g in gossips) / self._workers
         return float(between + self._inside * self.replicas[0].scheduler.last_epoch)
 
     def close(self) -> None:

@@ -58,7 +58,8 @@ def train(
     `log` receives a row a step and a row an evaluation; `save` is called on every worker after the same step. With
     `clock(k)`, the simulated time after k steps, `seconds` are not measured.
     """
-    sent_before, saved = progress.bytes, progress.step or -1  # what is saved need not be saved again
+    sent_before = progress.bytes - crew.bytes_sent()  # before this process; some crews count by steps, resumed ones too
+    saved = progress.step or -1  # what is saved need not be saved again
 
     def pause(judge: bool, keep: bool, *, final: bool = False) -> None:
         """Evaluate, save. Where the job outlives its workers that is one meeting, and all save in each: whoever joins
