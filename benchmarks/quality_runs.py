@@ -103,11 +103,17 @@ def task_of(config: RunConfig) -> Any:
 
 def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Train as the configuration says, unless the file has it; what came out, {"diverged": why} included."""
+    config = make_config({"virtual": True, "batched": "on", **values})
+    said = {k: v for k, v in config.model_dump(mode="json").items() if k in _SAID}
     if file.exists():
         found: dict[str, Any] = json.loads(file.read_text())
+        differs = sorted(
+            k for k in said if k in found["config"] and _less_data(found["config"][k]) != _less_data(said[k])
+        )
+        if differs:
+            raise SystemExit(f"{file} is of a run with another {', '.join(differs)}; choose another folder by --runs")
         return found
     torch.set_num_threads(1)
-    config = make_config({"virtual": True, "batched": "on", **values})
     method, task = parse(config.method), task_of(config)
     clock, _ = simulated(method, config, described_cluster("a40", config.per_node))
     began = time.process_time()
@@ -138,7 +144,7 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     ]
     outcome["curve"] = _curve([r["loss"] for r in rows if "lr" in r], config.steps)
     outcome["parameters"] = sum(p.numel() for p in crew.replicas[0].model.parameters())
-    outcome["config"] = {k: v for k, v in config.model_dump(mode="json").items() if k in _SAID}
+    outcome["config"] = said
     outcome["cpu_seconds"] = round(time.process_time() - began, 1)
     crew.close()
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -150,6 +156,11 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 _SAID = {"method", "seed", "lr", "steps", "per_node", "betas", "accumulate", "betas_per", "exact_inside"}
 _SAID |= {"momentum", "average_every", "schedule", "warmup", "clip", "options"}
+
+
+def _less_data(value: Any) -> Any:
+    """Options without the place of their data."""
+    return {k: v for k, v in value.items() if k != "data"} if isinstance(value, dict) else value
 
 
 def _curve(losses: list[float], steps: int) -> list[list[float]]:

@@ -106,7 +106,7 @@ def verdict(metric: str, found: Found) -> str:
         name = max(others, key=lambda n: sign * statistics.mean(others[n]))
         gap = sign * (statistics.mean(others[name]) - statistics.mean(base))
         limit = max(statistics.stdev(base), statistics.stdev(others[name])) if len(base) > 1 else 0.0
-        word = "better" if gap > 0 else "within one standard deviation" if -gap <= limit else "WORSE"
+        word = "within one standard deviation" if abs(gap) <= limit else "better" if gap > 0 else "WORSE"
         said.append(
             f"Best {key} of gossip: {name}, {figure_of(others[name], DIGITS[key])}; all-reduce "
             f"{figure_of(base, DIGITS[key])}: {word}."
