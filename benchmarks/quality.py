@@ -72,12 +72,13 @@ def vision(args: argparse.Namespace) -> Study:
     asynchronous = [Setting(m, m, {}, 0.1) for m in ("a2cid2:ring", "ad-psgd:ring")]
     settings = [Setting("ddp", "ddp"), *(Setting(m, m) for m in GOSSIP), *asynchronous]
     settings += [Setting(f"{m} inside", m, INSIDE) for m in GOSSIP if m.endswith("aer")]
-    return Study(settings, {"task": "vision", "options": options, "steps": args.steps or 400}, 32e-3, "accuracy")
+    return Study(settings, {"task": "vision", "options": options, "steps": args.steps or 300}, 32e-3, "accuracy")
 
 
 def skewed(args: argparse.Namespace) -> Study:
     """Vision with label-skewed shards, and what helps."""
     made = vision(args)
+    made.values["steps"] = args.steps or 200
     made.values["options"]["partition"] = "dirichlet:0.1"
     made.settings = [
         Setting("ddp", "ddp"),
@@ -137,7 +138,7 @@ def asynchronous(args: argparse.Namespace) -> Study:
     settings = []
 
     def both(name: str, n: int, rate: float, partition: str = "dirichlet:0.1", **values: Any) -> None:
-        steps = args.steps or (400 if n == 16 else 480)
+        steps = args.steps or (400 if n == 16 else 320)
         size = {"width": 4, "batch": 32} if n == 16 else {"width": 2, "batch": 8}
         options = {**size, "norm": "group", "partition": partition, "evaluate_on": 64}
         base = {"per_node": [n], "steps": steps, "schedule": "constant", "eval_every": steps // 40}
