@@ -3,37 +3,82 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 SATURATED = 0.85
+STAT, OWN_GROUP, GROUPS = Path("/proc/stat"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def usable_cores() -> float:
+    """How many cores this process may use: those of its affinity, or fewer by a control group's quota."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    quota = cpu_quota()
+    return cores if quota is None else min(cores, quota[1])
+
+
+def cpu_quota() -> tuple[Path, float] | None:
+    """The tightest CPU quota (`cpu.max`) over this process: the control group that has it, and its cores."""
+    try:
+        lines = OWN_GROUP.read_text().splitlines()
+    except OSError:
+        return None
+    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
+    if own is None:
+        return None
+    found = []
+    for group in (GROUPS / own, *(GROUPS / own).parents):
+        if group.is_relative_to(GROUPS) and (group / "cpu.max").is_file():  # the root has none
+            quota, period = (group / "cpu.max").read_text().split()
+            if quota != "max":
+                found.append((group, int(quota) / int(period)))
+    return min(found, key=lambda item: item[1], default=None)
 
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Jiffies of all cores since boot. Stolen time counts as busy: the cores were not ours to use."""
+    """What the cores that this process may use did since boot, in jiffies. Stolen time counts as busy: the cores were
+    not ours to use. Under a CPU quota also the seconds that its control group `used`, and those it was `granted`."""
 
     busy: int
     total: int
+    used: float = 0.0
+    granted: float = 0.0
 
     @classmethod
     def now(cls) -> CpuTimes | None:
         """None where there is no /proc/stat (not Linux)."""
         try:
-            fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+            lines = [line.split() for line in STAT.read_text().splitlines() if line.startswith("cpu")]
         except OSError:
             return None
-        values = list(map(int, fields))
+        own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        rows = [line for line in lines if line[0] in own]
+        if len(rows) < len(own):  # a container that numbers its cores anew
+            rows = lines[:1]
+        values = [sum(int(row[at]) for row in rows) for at in range(1, 9)]
         idle = values[3] + values[4]
-        return cls(sum(values) - idle, sum(values))
+        return cls(sum(values) - idle, sum(values), *_quota_times())
 
     def use_until(self, later: CpuTimes) -> float:
-        """Fraction of all cores that was busy between the two readings."""
-        return (later.busy - self.busy) / max(1, later.total - self.total)
+        """Fraction of these cores, or of the quota if that is nearer to its end, that was busy between two readings."""
+        cores = (later.busy - self.busy) / max(1, later.total - self.total)
+        granted = later.granted - self.granted
+        return max(cores, (later.used - self.used) / granted) if granted > 0 else cores
+
+
+def _quota_times() -> tuple[float, float]:
+    quota = cpu_quota()
+    if quota is None:
+        return 0.0, 0.0
+    group, cores = quota
+    used = next(line for line in (group / "cpu.stat").read_text().splitlines() if line.startswith("usage_usec"))
+    return int(used.split()[1]) / 1e6, cores * time.monotonic()
 
 
 class CpuMeter:
-    """`with CpuMeter() as cpu: ...` then `cpu.use` (0 to 1 over all cores, or None) and `cpu.saturated`."""
+    """`with CpuMeter() as cpu: ...` then `cpu.use` (0 to 1 of the cores we may use, or None) and `cpu.saturated`."""
 
     use: float | None = None
 
@@ -52,12 +97,12 @@ class CpuMeter:
 
 @dataclass(frozen=True)
 class RunStats:
-    """What a run of the workers cost: `cpu_use` of the whole machine, `cpu_seconds` of each worker by rank."""
+    """What a run of the workers cost: `cpu_use` of the cores we may use, `cpu_seconds` of each worker by rank."""
 
     seconds: float
     cpu_use: float | None
     cpu_seconds: tuple[float, ...]
-    cores: int = os.cpu_count() or 1
+    cores: float = field(default_factory=usable_cores)
 
     @property
     def saturated(self) -> bool:
