@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -13,6 +13,8 @@ from gossamer.lab.forkserver import enter_namespace
 from gossamer.lab.shaping import address, burst
 
 T = TypeVar("T")
+Way = tuple[int, int]  # from a node to a node
+AT_ONCE = 2e9  # bits a second that are measured at the same time: Python's share of the cores
 FRAME = 1514 / 1448  # bytes on the wire per byte of payload: Ethernet, IP and TCP headers at an MTU of 1500
 
 
@@ -40,6 +42,21 @@ def measure(names: list[str], a: int, b: int, rate: float, seconds: float = 0.25
         elapsed = time.monotonic() - begin
         thread.join()
     return (got - first) * 8 * FRAME / elapsed
+
+
+def batches(rates: Mapping[Way, float]) -> list[list[Way]]:
+    """Ways that can be measured at the same time: no two share a node (the acknowledgments of one would stand in the
+    other's queue), and together they are no more than the cores can carry."""
+    made: list[list[Way]] = []
+    for way, rate in rates.items():
+        for batch in made:
+            alone = not {*way} & {node for other in batch for node in other}
+            if alone and rate + sum(rates[other] for other in batch) <= AT_ONCE:
+                batch.append(way)
+                break
+        else:
+            made.append([way])
+    return made
 
 
 def _send(sender: socket.socket, size: int) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from gossamer.errors import GossamerWarning, InputError
-from gossamer.lab.bandwidth import measure
+from gossamer.lab.bandwidth import Way, batches, measure
 from gossamer.lab.cpu import RunStats
 from gossamer.lab.faults import Directory, Workforce
 from gossamer.lab.launch import Node, WorkerPool, check_per_node
@@ -17,7 +18,7 @@ from gossamer.lab.shaping import HUB_ADDRESS, Links, address, format_rate, parse
 
 Network = Literal["namespaces", "paced", "loopback"]
 PACE = "GOSSAMER_PACE"  # how a paced cluster tells its workers' transport the rates
-CHECKED = 6  # pairs whose bandwidth is measured at the start
+LOOK, LONGER_LOOKS = 0.25, (0.5, 1.0)  # seconds that a link is measured at the start; longer on a busy machine
 TOLERANCE = 0.2
 
 
@@ -54,7 +55,7 @@ class Cluster:
             raise InputError("loopback has no link rates; leave link and links out, or use namespaces or paced")
         self.network: Network = network
         self.check, self.env, self.verbose = check, dict(env or {}), verbose
-        self.measured: dict[tuple[int, int], float] = {}
+        self.measured: dict[Way, float] = {}
         self.dropped: int | None = None
         self.stats: RunStats | None = None
         self._namespaces: Namespaces | None = None
@@ -196,21 +197,33 @@ class Cluster:
         return [Node(address(node), DEVICE, name) for node, name in enumerate(self._namespaces.names)]
 
     def _check_bandwidth(self) -> None:
+        """Measure both directions of a ring over the nodes and of every pair with a rate of its own."""
         assert self._namespaces is not None
-        plain = [(0, node) for node in range(1, self.nodes) if self.links.rate(0, node) == self.links.default]
-        for a, b in [*plain[:1], *self.links.pairs][:CHECKED]:
-            asked = self.links.rate(a, b)
-            if asked is None:
-                continue
-            for seconds in (0.25, 0.5, 1.0):  # a busy machine may need a longer look
-                reached = measure(self._namespaces.names, a, b, asked, seconds)
-                self.measured[a, b] = reached
-                if abs(reached / asked - 1) <= TOLERANCE:
+        names = self._namespaces.names
+        ring = [(a, (a + 1) % self.nodes) for a in range(self.nodes) if self.nodes > 1]
+        asked: dict[Way, float] = {}
+        for a, b in (*ring, *self.links.pairs):
+            rate = self.links.rate(a, b)
+            if rate is not None:
+                asked[a, b] = asked[b, a] = rate
+
+        def look(way: Way, seconds: float = LOOK) -> bool:
+            """Whether the way carries what was asked for."""
+            self.measured[way] = measure(names, way[0], way[1], asked[way], seconds)
+            return abs(self.measured[way] / asked[way] - 1) <= TOLERANCE
+
+        off: list[Way] = []
+        with ThreadPoolExecutor(self.nodes) as threads:
+            for batch in batches(asked):
+                off += [way for way, good in zip(batch, threads.map(look, batch), strict=True) if not good]
+        for way in off:
+            for seconds in LONGER_LOOKS:
+                if look(way, seconds):
                     break
             else:
                 raise LabUnavailable(
-                    f"the link between nodes {a} and {b} carries {format_rate(reached)} instead of "
-                    f"{format_rate(asked)}; use slower links and longer compute (both by the same factor), "
+                    f"the link from node {way[0]} to node {way[1]} carries {format_rate(self.measured[way])} instead "
+                    f"of {format_rate(asked[way])}; use slower links and longer compute (both by the same factor), "
                     "or check=False"
                 )
 
