@@ -2,25 +2,32 @@
 
 import csv
 import json
+import math
 import re
 
 import pytest
 
 from browser import needs_browser, shown
 from gossamer import InputError
+from gossamer.cli import main
 from gossamer.report.page import write_csv, write_html, write_markdown
-from gossamer.report.runs import baseline, grouped, load_runs, reached, summary
+from gossamer.report.runs import baseline, find_runs, grouped, load_runs, reached, summary
 from gossamer.report.verdict import judged, verdict
+from gossamer.trace import Span, Trace, write_chrome
 
 STEPS = 10
 
 
-def fake_run(folder, method, seed, *, loss, accuracy, step_seconds, workers=1, simulated=True, waited=None, **config):
+def fake_run(
+    folder, method, seed, *, loss, accuracy, step_seconds, workers=1, simulated=True, waited=None, done=STEPS, lr=0.1,
+    cluster="a40", link=None, **config,
+):  # fmt: skip
+    """A run that evaluates at half of its steps and at the end, and was stopped after step `done`."""
     folder.mkdir(parents=True)
-    clock = {"kind": "measured", "link": None}
+    clock = {"kind": "measured", "link": link}
     if simulated:
         clock = {
-            "kind": "simulated", "cluster": "a40", "layout": "2 nodes x 2 workers", "model_mb": 260.0,
+            "kind": "simulated", "cluster": cluster, "layout": "2 nodes x 2 workers", "model_mb": 260.0,
             "step_seconds": step_seconds, "waiting": 0.25,
         }  # fmt: skip
     content = {
@@ -28,16 +35,16 @@ def fake_run(folder, method, seed, *, loss, accuracy, step_seconds, workers=1, s
             "task": "vision", "method": method, "seed": seed, "steps": STEPS, "per_node": [2, 2], "virtual": True,
             "options": {}, **config,
         },
-        "method": method, "lr": 0.1, "metric": "accuracy", "higher_is_better": True, "unit": "images", "clock": clock,
+        "method": method, "lr": lr, "metric": "accuracy", "higher_is_better": True, "unit": "images", "clock": clock,
         "command": "gossamer compare vision",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(content))
     for worker in range(workers):
         rows = []
-        for step in range(1, STEPS + 1):
+        for step in range(1, done + 1):
             share = step / STEPS
             row = {"step": step, "seconds": step * step_seconds, "units": 4 * step, "bytes": 1e6 * step}
-            rows.append({**row, "waited": waited, "loss": 3 - share + worker, "lr": 0.1})
+            rows.append({**row, "waited": waited, "loss": 3 - share + worker, "lr": lr})
             if step in (5, 10) and worker == 0:
                 quality = {"loss": 3 - (3 - loss) * share, "accuracy": accuracy * share}
                 rows.append(
@@ -166,3 +173,186 @@ def test_bad_folders(tmp_path):
     fake_run(tmp_path / "b", "ddp", 0, loss=1.0, accuracy=0.9, step_seconds=0.2)
     with pytest.raises(InputError, match="cannot write"):
         write_csv(tmp_path, "/proc/nowhere/x.csv")
+
+
+MADE = {"loss": 1.0, "accuracy": 0.9, "step_seconds": 0.4}
+
+
+def labels(folder):
+    return [(r["method"], r["seeds"]) for r in summary(grouped(find_runs(folder).runs))]
+
+
+def said_of(folder, capsys, *more):
+    """What `gossamer report` prints, on one line."""
+    assert main(["report", str(folder), *map(str, more)]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_runs_under_way_do_not_count_beside_finished_ones(tmp_path, capsys):
+    runs = tmp_path / "runs"
+    fake_run(runs / "a", "ddp", 0, **MADE)
+    fake_run(runs / "b", "dadam:ring", 0, **MADE | {"step_seconds": 0.2})
+    fake_run(runs / "c", "dadam:ring", 1, **MADE | {"step_seconds": 0.1}, done=STEPS // 2)
+    fake_run(runs / "d", "accumadam:aer", 0, **MADE | {"step_seconds": 0.1}, done=STEPS // 2)
+    far = "(dadam:ring seed 1 at step 5 of 10, accumadam:aer seed 0 at step 5 of 10)"
+    told = f"Left out: 2 runs that are not finished {far}."
+    page, table = tmp_path / "r.html", tmp_path / "r.md"
+    said = said_of(runs, capsys, "--html", page, "--markdown", table)
+    assert "dadam:ring is 2.00 times as fast as ddp" in said
+    assert labels(runs) == [("ddp", 1), ("dadam:ring", 1)]
+    assert told in said
+    assert told in page.read_text()
+    assert told in table.read_text()
+    assert main(["report", str(runs), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"] == told
+
+
+def test_the_last_step_without_its_evaluation_is_not_the_end(tmp_path):
+    fake_run(tmp_path / "a", "ddp", 0, **MADE)
+    fake_run(tmp_path / "b", "dadam:ring", 0, **MADE)
+    metrics = tmp_path / "b" / "metrics-00000.jsonl"
+    metrics.write_text("".join(line for line in metrics.open() if '"final": true' not in line))
+    found = find_runs(tmp_path)
+    assert [r.method for r in found.runs] == ["ddp"]
+    assert found.left_out == "Left out: 1 run that is not finished (dadam:ring seed 0 at step 10 of 10)."
+
+
+def test_without_a_finished_run_there_is_no_verdict(tmp_path, capsys):
+    runs = tmp_path / "runs"
+    fake_run(runs / "a", "ddp", 0, **MADE, done=9)
+    fake_run(runs / "b", "dadam:ring", 0, **MADE, done=5)
+    fake_run(runs / "c", "dadam:ring", 1, **MADE, done=2)
+    told = "No verdict yet, because no run is finished: ddp seed 0 at step 9 of 10, dadam:ring seed 0 at step 5 of 10."
+    page = tmp_path / "r.html"
+    said = said_of(runs, capsys, "--html", page)
+    assert told in said
+    assert "Left out: 1 run that is not finished (dadam:ring seed 1 at step 2 of 10)." in said
+    assert told in page.read_text()
+    assert {r["relative_time"] for r in summary(grouped(find_runs(runs).runs))} == {None}
+    with pytest.raises(InputError, match=r"is finished \(ddp seed 0 at step 9 of 10, "):
+        load_runs(runs)
+
+
+def test_speed_is_that_of_a_step_whatever_the_number_of_steps(tmp_path):
+    fake_run(tmp_path / "a", "ddp", 0, **MADE)
+    fake_run(tmp_path / "b", "dadam:ring", 0, **MADE | {"step_seconds": 0.2}, done=5, steps=5)
+    said = verdict(grouped(load_runs(tmp_path)))
+    assert "dadam:ring steps=5 is 2.00 times as fast as ddp steps=10" in said
+    assert "and after 5 steps (against 10) its accuracy is worse" in said
+
+
+def test_rates_of_one_method_are_rows_of_their_own(tmp_path):
+    for seed in (0, 1):
+        fake_run(tmp_path / f"a{seed}", "ddp", seed, **MADE, lr=0.001)
+        fake_run(tmp_path / f"b{seed}", "dadam:ring", seed, **MADE, lr=0.002)  # as a sweep keeps one rate a method
+    assert labels(tmp_path) == [("ddp", 2), ("dadam:ring", 2)]
+    fake_run(tmp_path / "c", "dadam:ring", 0, **MADE, lr=0.2)
+    assert labels(tmp_path) == [("ddp", 2), ("dadam:ring lr=0.002", 2), ("dadam:ring lr=0.2", 1)]
+
+
+def test_the_same_run_twice_is_one_seed(tmp_path):
+    fake_run(tmp_path / "a", "ddp", 3, **MADE)
+    fake_run(tmp_path / "b", "ddp", 3, **MADE)
+    assert labels(tmp_path) == [("ddp", 1)]
+
+
+def test_clusters_are_compared_each_with_its_own_baseline(tmp_path):
+    for cluster, slower in (("a40", 1), ("t4", 10)):
+        fake_run(tmp_path / cluster / "a", "ddp", 0, **MADE | {"step_seconds": 0.4 * slower}, cluster=cluster)
+        fake_run(tmp_path / cluster / "b", "dadam:ring", 0, **MADE | {"step_seconds": 0.2 * slower}, cluster=cluster)
+    groups = grouped(load_runs(tmp_path))
+    assert [g.label for g in groups] == [f"{m} cluster={c}" for m in ("ddp", "dadam:ring") for c in ("a40", "t4")]
+    assert [r["relative_time"] for r in summary(groups)] == pytest.approx([1.0, 1.0, 0.5, 0.5])
+    said = verdict(groups)
+    for cluster in ("a40", "t4"):
+        assert (
+            f"dadam:ring cluster={cluster} is 2.00 times as fast as ddp cluster={cluster} (simulated on {cluster},"
+            in said
+        )
+    assert said.count("times as fast") == 2
+
+
+def test_links_and_kinds_of_time_are_told_apart(tmp_path):
+    fake_run(tmp_path / "a", "ddp", 0, **MADE, simulated=False)
+    fake_run(tmp_path / "b", "ddp", 1, **MADE, simulated=False, link="20mbit")
+    assert labels(tmp_path) == [("ddp", 1), ("ddp link=20mbit", 1)]
+    fake_run(tmp_path / "c", "ddp", 2, **MADE)
+    assert [label for label, _ in labels(tmp_path)] == [
+        "ddp cluster=a40 simulated",
+        "ddp measured",
+        "ddp measured link=20mbit",
+    ]
+
+
+def test_all_reduce_is_the_baseline_whatever_its_wire(tmp_path):
+    fake_run(tmp_path / "a", "accumadam:aer", 0, **MADE)
+    fake_run(tmp_path / "b", "ddp:bf16", 0, **MADE)
+    assert baseline(grouped(load_runs(tmp_path))).label == "ddp:bf16"
+
+
+def test_diverged_runs_are_left_out(tmp_path, capsys):
+    fake_run(tmp_path / "ddp" / "seed-0", "ddp", 0, **MADE)
+    fake_run(tmp_path / "ddp" / "seed-1", "ddp", 1, **MADE | {"loss": math.nan})
+    fake_run(tmp_path / "dsgd" / "seed-0", "dsgd", 0, **MADE, done=1)
+    compared = {"folder": "runs/x", "failed": {"runs/x/dsgd/seed-0": "the loss is nan after step 2"}}
+    (tmp_path / "compare.json").write_text(json.dumps(compared))
+    said = said_of(tmp_path, capsys)
+    assert "ddp reached accuracy 0.9 after 10 steps" in said
+    assert "Left out: 2 runs that diverged (ddp seed 1, dsgd seed 0)." in said
+    assert "nan" not in said
+
+
+def test_only_diverged_runs_are_one_sentence(tmp_path, capsys):
+    fake_run(tmp_path / "a", "ddp", 0, **MADE | {"loss": math.inf})
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "every run in" in said.err
+    assert "diverged (ddp seed 0); lower --lr" in said.err
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", "is damaged (Expecting"),
+        ("[]", "no JSON object"),
+        ('{"config": {}}', "lacks higher_is_better, lr, method"),
+    ],
+)
+def test_a_damaged_configuration_is_one_sentence(tmp_path, capsys, content, why):
+    fake_run(tmp_path / "a", "ddp", 0, **MADE)
+    (tmp_path / "a" / "config.json").write_text(content)
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'a' / 'config.json'} is damaged" in said
+    assert why in said
+    assert said.count("\n") == 1
+
+
+def test_a_page_goes_on_without_what_is_damaged(tmp_path):
+    for name, method in (("a", "ddp"), ("b", "dadam:ring"), ("c", "dsgd:ring")):
+        fake_run(tmp_path / name, method, 0, **MADE, simulated=False)
+    (tmp_path / "a" / "trace").mkdir()
+    (tmp_path / "a" / "trace" / "trace-00000.jsonl").write_text("torn")  # DDP's waiting would be read from it
+    (tmp_path / "b" / "trace").mkdir()
+    (tmp_path / "c" / "predicted.json").write_text("{")
+    (tmp_path / "compare.json").write_text("{")
+    page = write_html(tmp_path, tmp_path / "r.html").read_text()
+    timelines = page[page.index("<h2>Timelines</h2>") : page.index("<h2>Configuration</h2>")]
+    assert re.search("ddp has no timeline: .*trace-00000.jsonl does not begin with", timelines)
+    assert re.search("dadam:ring has no timeline: .* holds no trace-", timelines)
+    assert re.search("dsgd:ring has no timeline: .*predicted.json is not JSON", timelines)
+    assert re.search("A learning-rate sweep, if there was one, is not shown: .*compare.json is damaged", page)
+
+
+def test_a_damaged_timeline_does_not_hide_the_others(tmp_path):
+    fake_run(tmp_path / "a", "ddp", 0, **MADE)
+    fake_run(tmp_path / "b", "dadam:ring", 0, **MADE)
+    (tmp_path / "a" / "predicted.json").write_text("{")
+    spans = tuple(Span("compute", worker, 0.0, 0.1, {"step": 0}) for worker in range(2))
+    write_chrome(Trace(spans, (0, 0)), tmp_path / "b" / "predicted.json")
+    page = write_html(tmp_path, tmp_path / "r.html").read_text()
+    timelines = page[page.index("<h2>Timelines</h2>") : page.index("<h2>Configuration</h2>")]
+    assert "<svg" in timelines
+    assert "ddp has no timeline" in timelines

@@ -28,10 +28,11 @@ def report(
 ) -> None:
     """Compare the runs in a folder: verdict, table, curves against steps and time, timelines."""
     from gossamer.report.page import write_csv, write_html, write_markdown
-    from gossamer.report.runs import grouped, load_runs, summary
+    from gossamer.report.runs import find_runs, grouped, summary
     from gossamer.report.verdict import verdict
 
-    groups = grouped(load_runs(folder))
+    found = find_runs(folder)
+    groups = grouped(found.runs)
     rows, sentence = summary(groups), verdict(groups)
     files = {}
     for kind, path, write in (
@@ -42,10 +43,11 @@ def report(
         if path is not None:
             files[kind] = str(write(folder, path))
     if as_json:
-        print_json({"verdict": sentence, "methods": rows, "files": files})
+        print_json({"verdict": sentence, "left_out": found.left_out, "methods": rows, "files": files})
         return
     print_table(rows)
-    print_rich(f"[bold]{sentence}[/]", *(f"{kind}: {path}" for kind, path in files.items()))
+    print_rich(f"[bold]{sentence}[/]", *([found.left_out] if found.left_out else []))
+    print_rich(*(f"{kind}: {path}" for kind, path in files.items()))
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

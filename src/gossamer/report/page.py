@@ -8,12 +8,12 @@ import io
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from gossamer.errors import GossamerError, InputError
-from gossamer.report.runs import Group, Run, grouped, load_runs, mean_std, summary
+from gossamer.report.runs import Found, Group, Run, find_runs, grouped, mean_std, read_object, summary
 from gossamer.report.verdict import verdict
 from gossamer.trace import Trace, merge, read_chrome
 
@@ -40,16 +40,15 @@ Column = tuple[str, Callable[[dict[str, Any]], str]]
 
 def write_html(folder: str | Path, path: str | Path) -> Path:
     """Read the runs below `folder` and write the page."""
-    groups = grouped(load_runs(folder))
-    return _write(Path(path), _page(Path(folder), groups))
+    return _write(Path(path), _page(Path(folder), find_runs(folder)))
 
 
 def write_markdown(folder: str | Path, path: str | Path) -> Path:
-    return _write(Path(path), markdown(grouped(load_runs(folder)), Path(folder).name))
+    return _write(Path(path), markdown(find_runs(folder), Path(folder).name))
 
 
 def write_csv(folder: str | Path, path: str | Path) -> Path:
-    rows = summary(grouped(load_runs(folder)))
+    rows = summary(grouped(find_runs(folder).runs))
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -57,9 +56,11 @@ def write_csv(folder: str | Path, path: str | Path) -> Path:
     return _write(Path(path), text.getvalue())
 
 
-def markdown(groups: Sequence[Group], title: str) -> str:
+def markdown(found: Found, title: str) -> str:
+    groups = grouped(found.runs)
     columns, rows = _columns(groups), summary(groups)
-    lines = [f"# {title}", "", verdict(groups), "", "| " + " | ".join(name for name, _ in columns) + " |"]
+    lines = [f"# {title}", "", verdict(groups), "", *([found.left_out, ""] if found.left_out else [])]
+    lines.append("| " + " | ".join(name for name, _ in columns) + " |")
     lines.append("|" + "---|" * len(columns))
     lines += ["| " + " | ".join(cell(r) for _, cell in columns) + " |" for r in rows]
     return "\n".join([*lines, "", _note(groups), ""])
@@ -112,27 +113,36 @@ def _milliseconds(row: dict[str, Any]) -> str:
 
 
 def _note(groups: Sequence[Group]) -> str:
-    first = groups[0].runs[0]
-    config, clock = first.config, first.clock
-    nodes = config["per_node"]
-    places = f"{len(nodes)} nodes x {nodes[0]}" if len(set(nodes)) == 1 else f"nodes of {', '.join(map(str, nodes))}"
-    kind = "virtual workers" if config["virtual"] else "workers"
-    text = (
-        f"Task {config['task']}, {places} {kind}, {max(len(g.runs) for g in groups)} seed(s), {config['steps']} steps. "
-    )
+    runs = [r for g in groups for r in g.runs]
+    places = _each(f"{_places(r.config['per_node'])} {'virtual ' * r.config['virtual']}workers" for r in runs)
+    steps = _each(f"{r.config['steps']} steps" for r in runs)
+    text = f"Task {runs[0].config['task']}, {places}, {max(g.seeds for g in groups)} seed(s), {steps}. "
     text += "Quality is that of the averaged model; ± is the standard deviation over seeds. "
-    if clock["kind"] == "simulated":
-        text += f"Times are simulated on {clock['cluster'] or 'a described cluster'} ({clock['layout']}) with its own "
-        text += f"model of {clock['model_mb']:g} MB, not measured. "
-    else:
-        text += "Times are measured medians of worker 0 without evaluations. "
+    text += f"Times are {_each(_times(r.clock) for r in runs)}. "
     return text + "Bytes are those that one worker sends."
+
+
+def _each(texts: Iterable[str]) -> str:
+    """The different ones, each once."""
+    return " and ".join(dict.fromkeys(texts))
+
+
+def _places(nodes: Sequence[int]) -> str:
+    return f"{len(nodes)} nodes x {nodes[0]}" if len(set(nodes)) == 1 else f"nodes of {', '.join(map(str, nodes))}"
+
+
+def _times(clock: dict[str, Any]) -> str:
+    if clock["kind"] == "simulated":
+        where = f"{clock['cluster'] or 'a described cluster'} ({clock['layout']})"
+        return f"simulated on {where} with its own model of {clock['model_mb']:g} MB, not measured"
+    return "measured medians of worker 0 without evaluations"
 
 
 # -- page -----------------------------------------------------------------------------------------------------------
 
 
-def _page(folder: Path, groups: Sequence[Group]) -> str:
+def _page(folder: Path, found: Found) -> str:
+    groups = grouped(found.runs)
     columns, rows = _columns(groups), summary(groups)
     head = "".join(f"<th>{html.escape(name)}</th>" for name, _ in columns)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell(r))}</td>" for _, cell in columns) + "</tr>" for r in rows)
@@ -140,6 +150,7 @@ def _page(folder: Path, groups: Sequence[Group]) -> str:
     parts = [
         f"<h1>{html.escape(title)}</h1>",
         f'<p class="verdict">{html.escape(verdict(groups))}</p>',
+        *([f"<p>{html.escape(found.left_out)}</p>"] if found.left_out else []),
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>',
         f'<p class="note">{html.escape(_note(groups))}</p>',
         *_charts(groups),
@@ -156,7 +167,7 @@ def _page(folder: Path, groups: Sequence[Group]) -> str:
 
 def _charts(groups: Sequence[Group]) -> list[str]:
     metric = groups[0].runs[0].metric
-    clock = "simulated time" if groups[0].runs[0].clock["kind"] == "simulated" else "time"
+    clock = "simulated time" if all(g.runs[0].clock["kind"] == "simulated" for g in groups) else "time"
     names = ["loss"] if metric == "loss" else ["loss", metric]
     wanted: list[tuple[str, str, str]] = []
     for name in names:
@@ -192,7 +203,7 @@ def _chart(groups: Sequence[Group], title: str, name: str, axis: str, *, first: 
         x = [statistics.fmean(p[0] for p in same) for same in points]
         found = [mean_std([p[1] for p in same]) for same in points]
         y = [m for m, _ in found]
-        if len(group.runs) > 1:
+        if group.seeds > 1:
             edge = [m + s for m, s in found] + [m - s for m, s in reversed(found)]
             figure.add_scatter(
                 x=x + x[::-1], y=edge, mode="lines", fill="toself", line={"width": 0}, fillcolor=color, opacity=0.15,
@@ -216,20 +227,30 @@ def _chart(groups: Sequence[Group], title: str, name: str, axis: str, *, first: 
 
 
 def _timelines(groups: Sequence[Group]) -> list[str]:
-    """Some steps of each method's timeline, on one time axis: measured if recorded, else predicted."""
-    traces = [t for t in (_trace(g) for g in groups[:TIMELINES]) if t is not None]
-    if not traces:
-        return []
-    from gossamer.report.timeline import draw
+    """Some steps of each method's timeline, on one time axis: measured if recorded, else predicted. A page
+    without those that cannot be read or drawn is still a report; it says why."""
+    traces, notes = [], []
+    for group in groups[:TIMELINES]:
+        try:
+            trace = _trace(group)
+        except GossamerError as error:
+            notes.append(f"{group.label} has no timeline: {error}.")
+            continue
+        if trace is not None:
+            traces.append(trace)
+    drawn = []
+    if traces:
+        from gossamer.report.timeline import draw
 
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            text = draw(traces, Path(folder) / "timeline.svg").read_text()
-    except (GossamerError, ImportError):  # too many workers to draw; a page without it is still a report
-        return []
-    svg = text[text.index("<svg") :]
-    note = "Blue: compute. Grey: exchanges, which overlap it. Red: waiting."
-    return ["<h2>Timelines</h2>", f"<figure>{svg}</figure>", f'<p class="note">{note}</p>']
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                text = draw(traces, Path(folder) / "timeline.svg").read_text()
+            drawn.append(f"<figure>{text[text.index('<svg') :]}</figure>")
+            notes.insert(0, "Blue: compute. Grey: exchanges, which overlap it. Red: waiting.")
+        except (GossamerError, ImportError) as error:  # too many workers, or no matplotlib
+            notes.append(f"The timelines are not drawn: {error}.")
+    noted = [f'<p class="note">{html.escape(note)}</p>' for note in notes]
+    return ["<h2>Timelines</h2>", *drawn, *noted] if noted else []
 
 
 def _trace(group: Group) -> Trace | None:
@@ -260,7 +281,13 @@ def _details(folder: Path, groups: Sequence[Group]) -> list[str]:
     parts = ["<h2>Configuration</h2>", f"<pre>{html.escape(str(first.get('command', '')))}</pre>"]
     compared = folder / "compare.json"
     if compared.exists():
-        sweep = json.loads(compared.read_text()).get("lr_sweep")
+        try:
+            sweep = read_object(compared).get("lr_sweep")
+        except GossamerError as error:
+            sweep = None
+            parts.append(
+                f'<p class="note">A learning-rate sweep, if there was one, is not shown: {html.escape(str(error))}.</p>'
+            )
         if sweep:
             text = html.escape(json.dumps(sweep, indent=1))
             parts.append(f"<p>Learning-rate sweep (final metric by rate):</p><pre>{text}</pre>")

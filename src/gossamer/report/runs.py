@@ -15,7 +15,12 @@ from gossamer.errors import InputError
 from gossamer.trace import read
 
 WARM = 0.1  # share of the steps that a measured step time leaves out: connections are made, caches fill
-IGNORED = ("method", "seed", "lr", "options", "eval_every", "checkpoint_every", "batched", "trace", "threads")
+CLOCK = ("kind", "cluster", "link", "network")  # what a run's times were taken on, beside its layout
+ELSEWHERE = ("method", "seed", "lr", "options", "virtual")  # a configuration's keys that the grouping sees elsewhere
+IGNORED = (*ELSEWHERE, "eval_every", "checkpoint_every", "batched", "trace", "threads")
+NEEDED = {"config", "method", "lr", "metric", "higher_is_better"}  # in config.json
+NEEDED_INSIDE = {"task", "steps", "seed", "per_node", "options"}  # in its "config"
+NAMED = 6  # runs that a sentence names before it counts the others
 
 
 @dataclass
@@ -36,6 +41,10 @@ class Run:
         return str(self.content["method"])
 
     @property
+    def name(self) -> str:
+        return f"{self.method} seed {self.config['seed']}"
+
+    @property
     def metric(self) -> str:
         return str(self.content["metric"])
 
@@ -44,8 +53,23 @@ class Run:
         return dict(self.content.get("clock", {"kind": "measured"}))
 
     @property
+    def setting(self) -> str:
+        """What its times were taken on; times of different settings cannot be compared."""
+        return json.dumps([self.config["per_node"], *(self.clock.get(k) for k in CLOCK)])
+
+    @property
+    def step(self) -> int:
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    @property
     def finished(self) -> bool:
-        return bool(self.evaluations) and self.steps[-1]["step"] == self.config["steps"]
+        """All steps are done and the result is evaluated; evaluations on the way may use a part of the data."""
+        return bool(self.evaluations) and self.evaluations[-1]["step"] >= self.config["steps"]
+
+    @property
+    def diverged(self) -> bool:
+        """Its last evaluation is not a finite number."""
+        return bool(self.evaluations) and not all(math.isfinite(self.final(name)) for name in ("loss", self.metric))
 
     @property
     def step_time(self) -> float:
@@ -64,12 +88,145 @@ class Run:
         last = self.steps[-1]
         if last["waited"] is not None and last["seconds"]:
             return float(last["waited"] / last["seconds"])
-        timeline = self.folder / "trace" / "trace-00000.jsonl"  # DDP's waiting is known if it was recorded
-        spans = [s for s in read(timeline)[1] if s.category != "exchange"] if timeline.exists() else []
+        try:
+            recorded = read(self.folder / "trace" / "trace-00000.jsonl")[1]  # DDP's waiting is known if it was recorded
+        except InputError:
+            return None
+        spans = [s for s in recorded if s.category != "exchange"]
         return sum(s.seconds for s in spans if s.category == "wait") / sum(s.seconds for s in spans) if spans else None
 
     def final(self, name: str, of: str = "averaged") -> float:
         return float(self.evaluations[-1][of][name])
+
+
+@dataclass
+class Found:
+    """The runs in a folder. `runs` are those to compare: the finished ones, or those under way if none is finished; the
+    others are left out."""
+
+    runs: list[Run]
+    unfinished: list[Run]
+    diverged: list[Run]
+
+    @property
+    def left_out(self) -> str:
+        """A sentence about the runs left out, empty if there are none."""
+        parts = []
+        if self.unfinished:
+            what = "run that is" if len(self.unfinished) == 1 else "runs that are"
+            parts.append(f"{len(self.unfinished)} {what} not finished ({progress(self.unfinished)})")
+        if self.diverged:
+            what = "run" if len(self.diverged) == 1 else "runs"
+            parts.append(f"{len(self.diverged)} {what} that diverged ({_listed([r.name for r in self.diverged])})")
+        return f"Left out: {' and '.join(parts)}." if parts else ""
+
+
+def find_runs(folder: str | Path) -> Found:
+    """The runs in a folder: of one run, or of many below it."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder; pass the --out of gossamer train or compare")
+    files = [f for f in sorted(folder.rglob("config.json")) if "sweep" not in f.relative_to(folder).parts]
+    if not files:
+        raise InputError(
+            f"{folder} holds no run (no config.json, a sweep's aside); pass the --out of gossamer train or compare"
+        )
+    failed = _failed(folder)
+    runs: list[Run] = []
+    diverged: list[Run] = []
+    for file in files:
+        run = load_run(file.parent)
+        (diverged if run.diverged or run.folder in failed else runs).append(run)
+    if not runs:
+        raise InputError(
+            f"every run in {folder} diverged ({_listed([r.name for r in diverged])}); lower --lr, or lengthen --warmup"
+        )
+    finished = [r for r in runs if r.finished]
+    if finished:
+        return Found(finished, [r for r in runs if not r.finished], diverged)
+    under_way = [r for r in runs if r.evaluations]
+    if not under_way:
+        raise InputError(
+            f"no run in {folder} has come to its first evaluation ({progress(runs)}); train longer, resume, or lower "
+            "--lr where the loss diverged"
+        )
+    return Found(under_way, [r for r in runs if not r.evaluations], diverged)
+
+
+def load_runs(folder: str | Path) -> list[Run]:
+    """The finished runs in a folder."""
+    runs = find_runs(folder).runs
+    if not runs[0].finished:
+        raise InputError(
+            f"no run in {folder} is finished ({progress(runs)}); train longer, resume, or lower --lr where the loss "
+            "diverged"
+        )
+    return runs
+
+
+def progress(runs: Sequence[Run]) -> str:
+    """How far each run is."""
+    return _listed([f"{r.name} at step {r.step} of {r.config['steps']}" for r in runs])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+
+def _failed(folder: Path) -> set[Path]:
+    """The runs that diverged according to the comparisons in the folder: they may have no evaluation that says so."""
+    found: set[Path] = set()
+    for path in folder.rglob("compare.json"):
+        try:
+            content = read_object(path)
+            found |= {path.parent / Path(run).relative_to(content["folder"]) for run in content["failed"]}
+        except (KeyError, TypeError, ValueError):
+            continue  # damaged; the page says so
+    return found
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}; check the file") from None
+    except ValueError as error:
+        raise InputError(f"{path} is damaged ({error}); restore it or move it away") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path} is damaged (no JSON object); restore it or move it away")
+    return content
+
+
+def load_run(folder: Path) -> Run:
+    """One run, however far it is."""
+    content = read_object(folder / "config.json")
+    inside = content.get("config")
+    lacking = NEEDED - set(content) or NEEDED_INSIDE - set(inside if isinstance(inside, dict) else ())
+    if lacking:
+        raise InputError(
+            f"{folder / 'config.json'} is damaged (it lacks {', '.join(sorted(lacking))}); restore it or move it away"
+        )
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    evaluations: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("metrics-*.jsonl")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break  # torn when the run was killed
+            if "averaged" in row:
+                evaluations.append(row)
+            else:
+                by_step.setdefault(row["step"], []).append(row)
+    steps = []
+    for _, rows in sorted(by_step.items()):
+        merged = dict(rows[0])
+        merged["loss"] = statistics.fmean(r["loss"] for r in rows)
+        merged["units"] = sum(r["units"] for r in rows)
+        merged["bytes"] = statistics.fmean(r["bytes"] for r in rows)
+        steps.append(merged)
+    return Run(folder, content, steps, evaluations)
 
 
 @dataclass
@@ -83,73 +240,63 @@ class Group:
         return [r.final(name) for r in self.runs]
 
     @property
+    def all_reduce(self) -> bool:
+        return self.runs[0].method.split(":")[0] == "ddp"  # whatever its wire
+
+    @property
+    def seeds(self) -> int:
+        return len({r.config["seed"] for r in self.runs})
+
+    @property
     def step_time(self) -> float:
         return statistics.fmean(r.step_time for r in self.runs)
 
 
-def load_runs(folder: str | Path) -> list[Run]:
-    """The finished runs in a folder: of one run, or of many below it."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise InputError(f"{folder} is not a folder; pass the --out of gossamer train or compare")
-    files = sorted(folder.rglob("config.json"))
-    if not files:
-        raise InputError(f"{folder} holds no run (no config.json); pass the --out of gossamer train or compare")
-    runs = [load_run(f.parent) for f in files if "sweep" not in f.relative_to(folder).parts]
-    found = [r for r in runs if r is not None and r.evaluations]
-    if not found:
-        raise InputError(f"no run in {folder} has come to its first evaluation; train longer, or resume it")
-    return found
-
-
-def load_run(folder: Path) -> Run | None:
-    content = json.loads((folder / "config.json").read_text())
-    by_step: dict[int, list[dict[str, Any]]] = {}
-    evaluations: list[dict[str, Any]] = []
-    for path in sorted(folder.glob("metrics-*.jsonl")):
-        for line in path.read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                break  # torn when the run was killed
-            if "averaged" in row:
-                evaluations.append(row)
-            else:
-                by_step.setdefault(row["step"], []).append(row)
-    if not by_step:
-        return None
-    steps = []
-    for _, rows in sorted(by_step.items()):
-        merged = dict(rows[0])
-        merged["loss"] = statistics.fmean(r["loss"] for r in rows)
-        merged["units"] = sum(r["units"] for r in rows)
-        merged["bytes"] = statistics.fmean(r["bytes"] for r in rows)
-        steps.append(merged)
-    return Run(folder, content, steps, evaluations)
-
-
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """By method, and by whatever else in the configuration differs between the runs; all-reduce first."""
-    flat = [{**{k: v for k, v in r.config.items() if k not in IGNORED}, **r.config["options"]} for r in runs]
+    """By method and by whatever differs between the runs: configuration, clock, and a method's learning rate (methods
+    may each have their own). All-reduce first."""
+    flat = [
+        {
+            **{k: v for k, v in r.config.items() if k not in IGNORED},
+            **r.config["options"],
+            **{k: r.clock.get(k) for k in CLOCK},
+        }
+        for r in runs
+    ]
     keys = sorted({k for f in flat for k in f})
     differing = [k for k in keys if len({json.dumps(f.get(k)) for f in flat}) > 1]
-    groups: dict[str, Group] = {}
+    by_rate: dict[str, dict[float, list[Run]]] = {}
     for run, values in zip(runs, flat, strict=True):
         label = run.method + "".join(_difference(k, values.get(k)) for k in differing)
-        groups.setdefault(label, Group(label)).runs.append(run)
-    return sorted(groups.values(), key=lambda g: (g.runs[0].method != "ddp", g.label))
+        by_rate.setdefault(label, {}).setdefault(run.content["lr"], []).append(run)
+    groups = [
+        Group(label + (_difference("lr", rate) if len(rates) > 1 else ""), same)
+        for label, rates in by_rate.items()
+        for rate, same in rates.items()
+    ]
+    return sorted(groups, key=lambda g: (not g.all_reduce, g.label))
 
 
 def _difference(key: str, value: Any) -> str:
     """What tells a run from others of its method; a switch that is off goes without saying."""
     if value is True:
         return f" {key.replace('_', '-')}"
+    if key == "kind":
+        return f" {value}"
     return "" if value is False or value is None else f" {key}={value}"
+
+
+def by_setting(groups: Sequence[Group]) -> list[list[Group]]:
+    """The groups whose times can be compared, together."""
+    found: dict[str, list[Group]] = {}
+    for g in groups:
+        found.setdefault(g.runs[0].setting, []).append(g)
+    return list(found.values())
 
 
 def baseline(groups: Sequence[Group]) -> Group:
     """All-reduce if it is there, else the first."""
-    return next((g for g in groups if g.runs[0].method == "ddp"), groups[0])
+    return next((g for g in groups if g.all_reduce), groups[0])
 
 
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
@@ -163,7 +310,7 @@ def reached(run: Run, loss: float) -> float | None:
     for row in run.evaluations:
         now = float(row["seconds"]), float(row["averaged"]["loss"])
         if now[1] <= loss:
-            if before is None or before[1] <= now[1]:
+            if before is None or not before[1] > now[1]:  # it may be no number
                 return now[0]
             return before[0] + (now[0] - before[0]) * (before[1] - loss) / (before[1] - now[1])
         before = now
@@ -171,25 +318,27 @@ def reached(run: Run, loss: float) -> float | None:
 
 
 def summary(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """A row a method: what the table, the CSV and the JSON show."""
-    base = baseline(groups)
-    target = mean_std(base.values("loss"))[0]
+    """A row a method: what the table, the CSV and the JSON show. The baseline is that of the method's setting; runs
+    under way are not related to it, as each may be at another step."""
+    bases = {g.label: baseline(same) for same in by_setting(groups) for g in same}
+    finished = all(r.finished for g in groups for r in g.runs)
     rows = []
     for g in groups:
-        metric = g.runs[0].metric
+        base, metric = bases[g.label], g.runs[0].metric
+        target = mean_std(base.values("loss"))[0]
         quality, loss = mean_std(g.values(metric)), mean_std(g.values("loss"))
         ends = [r.steps[-1] for r in g.runs]
-        times = [reached(r, target) for r in g.runs]
+        times = [reached(r, target) if finished else None for r in g.runs]
         waits = [r.waiting for r in g.runs]
-        seconds = g.step_time * ends[0]["step"]
-        base_seconds = base.step_time * base.runs[0].steps[-1]["step"]
+        steps = min(r.step for r in g.runs)
+        seconds, base_seconds = g.step_time * steps, base.step_time * base.runs[0].step
         to_target = statistics.fmean(t for t in times if t is not None) if None not in times else None
         rows.append(
             {
                 "method": g.label,
                 "lr": g.runs[0].content["lr"],
-                "seeds": len(g.runs),
-                "steps": ends[0]["step"],
+                "seeds": g.seeds,
+                "steps": steps,
                 "metric": metric,
                 "metric_mean": quality[0],
                 "metric_std": quality[1],
@@ -199,7 +348,7 @@ def summary(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 "step_seconds": g.step_time,
                 "step_seconds_std": mean_std([r.step_time for r in g.runs])[1],
                 "seconds": seconds,
-                "relative_time": seconds / base_seconds if base_seconds else None,
+                "relative_time": seconds / base_seconds if finished and base_seconds else None,
                 "seconds_to_baseline_loss": to_target,
                 "bytes_a_step": statistics.fmean(e["bytes"] / e["step"] for e in ends),
                 "waiting": None if None in waits else statistics.fmean(w for w in waits if w is not None),

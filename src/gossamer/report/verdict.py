@@ -1,14 +1,22 @@
-"""What a comparison says in one sentence: how much faster, and how good."""
+"""What a comparison says in one sentence a setting: how much faster, and how good."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from gossamer.report.runs import Group, Run, baseline, summary
+from gossamer.report.runs import Group, Run, baseline, by_setting, progress, summary
 
 
 def verdict(groups: Sequence[Group]) -> str:
+    """A sentence for each setting whose times can be compared; how far the runs are if they are under way."""
+    runs = [r for g in groups for r in g.runs]
+    if not all(r.finished for r in runs):
+        return f"No verdict yet, because no run is finished: {progress(runs)}."
+    return " ".join(_sentence(same) for same in by_setting(groups))
+
+
+def _sentence(groups: Sequence[Group]) -> str:
     """The fastest of the methods whose metric is not worse than the baseline's, or the best of the others: its speed,
     and its metric and validation loss, each judged against the seeds' noise."""
     rows = {r["method"]: r for r in summary(groups)}
@@ -26,10 +34,9 @@ def verdict(groups: Sequence[Group]) -> str:
         chosen = min(good, key=lambda r: r["step_seconds"])
     else:
         chosen = max(others, key=lambda r: sign * r["metric_mean"])
-    text = (
-        f"{chosen['method']} is {_speed(base['seconds'] / chosen['seconds'])} {base['method']} ({_clock(first)}), and "
-    )
-    text += f"after the same {base['steps']} steps its {_quality(chosen, base, 'metric', chosen['metric'], sign)}"
+    speed = _speed(base["step_seconds"] / chosen["step_seconds"])
+    text = f"{chosen['method']} is {speed} {base['method']} ({_clock(first)}), and "
+    text += f"after {_steps(chosen, base)} its {_quality(chosen, base, 'metric', chosen['metric'], sign)}"
     if first.metric != "loss":
         text += f", its {_quality(chosen, base, 'loss', 'validation loss', -1)}"
     text += _seeds(min(chosen["seeds"], base["seeds"]))
@@ -50,6 +57,12 @@ def judged(row: dict[str, Any], base: dict[str, Any], key: str, sign: int) -> st
 
 def _quality(row: dict[str, Any], base: dict[str, Any], key: str, name: str, sign: int) -> str:
     return f"{name} is {judged(row, base, key, sign)} ({_plus_minus(row, key)} against {_plus_minus(base, key)})"
+
+
+def _steps(row: dict[str, Any], base: dict[str, Any]) -> str:
+    if row["steps"] == base["steps"]:
+        return f"the same {base['steps']} steps"
+    return f"{row['steps']} steps (against {base['steps']})"
 
 
 def _speed(ratio: float) -> str:
