@@ -47,6 +47,7 @@ class Vision:
         self._depth = _depth(options.model)
         self._alpha = alpha_of(options.partition)
         self._data = images.load(options.data, size=options.image_size)
+        self._refuse_single_values()
         self._mean, self._deviation = _moments(self._data.train[0])
         self._shards = lru_cache(maxsize=4)(self._draw_shards)
 
@@ -112,6 +113,16 @@ class Vision:
             "model": self.options.model,
             "parameters": sum(parameter.numel() for parameter in self.model(0).parameters()),
         }
+
+    def _refuse_single_values(self) -> None:
+        """Batch normalization needs two values a channel; each stage but the first halves height and width."""
+        height, width = self._data.train[0].shape[2:]
+        factor = 8 if self._depth == 50 else 4
+        if self.options.norm == "batch" and self.options.batch == 1 and max(height, width) <= factor:
+            raise InputError(
+                f"{self.options.model} shrinks {height} x {width} images to one pixel, and batch normalization cannot "
+                "work on one pixel of one image; use --batch 2 or more, or --norm group"
+            )
 
     def _draw_shards(self, workers: int, seed: int) -> list[Indices]:
         assert self._alpha is not None
