@@ -59,9 +59,7 @@ class RunFlags:
         return {name: getattr(self, name) for name in ("steps", "batch", "data", "partition", "exact_inside")}
 
     def configured(self, **decided: Any) -> RunConfig:
-        """File, then flags, then what the command has decided."""
-        from gossamer.runtime.methods import parse
-
+        """File, then flags, then what the command has decided; what the engine would refuse is refused here."""
         workers = self.workers
         if workers is None and self.virtual is None and self.per_node is None and self.config is None:
             workers = 4
@@ -69,7 +67,7 @@ class RunFlags:
         where = None if self.virtual is None and workers is None else self.virtual is not None
         forced = {"per_node": places, "virtual": where, **decided}
         made = build_config(self.task, self.config, self.named(), self.extra, **forced)
-        parse(made.method)
+        check_method(made)
         if made.virtual and self.link is not None:
             raise InputError(
                 "--link shapes the links of real workers; with --virtual describe the cluster by --cluster"
@@ -114,7 +112,10 @@ def build_config(
     if "task" not in values:
         raise InputError("which task? write for example gossamer train vision; the tasks are vision, translate, lm")
     known = options_type(values["task"]).model_fields
-    options = dict(values.get("options", {}))
+    options = values.get("options", {})
+    if not isinstance(options, dict):
+        raise InputError(f"options must be a table of the task's keys, got {options!r}; write them below [options]")
+    options = dict(options)
     for key, value in {**{k: v for k, v in flags.items() if v is not None}, **_pairs(extra)}.items():
         name = key.replace("-", "_")
         if name in known:
@@ -130,6 +131,28 @@ def build_config(
         if isinstance(values.get(name), str):
             values[name] = values[name].split(",")
     return make_config({**values, "options": options, **{k: v for k, v in forced.items() if v is not None}})
+
+
+def check_method(config: RunConfig) -> None:
+    """Refuse a method that cannot train as configured, before anything is written."""
+    from gossamer.engine.settings import Settings
+    from gossamer.recipes.methods import gossip_settings, refuse_unfit
+    from gossamer.runtime.methods import parse
+    from gossamer.topology import Layout, resolve
+
+    method = parse(config.method)
+    refuse_unfit(method, config)
+    if method.algorithm == "ddp":
+        return
+    settings = gossip_settings(method, config)
+    topology = settings.pop("topology")
+    Settings(on_failure=config.on_failure, **settings)
+    if config.exact_inside and method.asynchronous and not config.virtual:
+        raise InputError(
+            f"exact_inside gives a node's workers one replica, and {method.name} needs one a worker; leave it out, or "
+            "choose a synchronous method, e.g. dadam:aer"
+        )
+    resolve(topology, Layout.of([1] * len(config.per_node) if config.exact_inside else config.per_node))
 
 
 def _pairs(extra: Sequence[str]) -> dict[str, Any]:

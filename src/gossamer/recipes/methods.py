@@ -47,6 +47,22 @@ def make_optimizer(method: Method, parameters: Iterable[nn.Parameter], config: R
     return kind(parameters, accumulate=config.accumulate, betas_per=config.betas_per, **settings)
 
 
+def refuse_unfit(method: Method, config: RunConfig) -> None:
+    """What DDP cannot do, said before it is begun; gossip is checked where its settings are built."""
+    if method.algorithm != "ddp":
+        return
+    if config.on_failure == "continue":
+        raise InputError(
+            f"on_failure 'continue' needs gossip, and {method.name} ends with its first dead worker; leave it out, or "
+            "choose another method, e.g. dadam:aer"
+        )
+    if config.virtual and method.wire != "fp32":
+        raise InputError(
+            f"virtual workers average gradients exactly, so {method.name}:{method.wire} would train as {method.name}; "
+            "use that, or real workers"
+        )
+
+
 def gossip_settings(method: Method, config: RunConfig) -> dict[str, Any]:
     """The arguments of `gossamer.decentralize`."""
     if method.name == "decent-dp":
