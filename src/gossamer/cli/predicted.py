@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,26 @@ if TYPE_CHECKING:
 TRACED = 6  # steps in a predicted timeline
 
 
-def described_cluster(source: str, per_node: Sequence[int]) -> Cluster:
+def described(source: str | Mapping[str, Any]) -> Cluster:
+    """A preset, a file, or the description that an earlier clock holds."""
+    from gossamer.runtime.cluster import from_dict, load
+
+    return load(source) if isinstance(source, str) else from_dict(source, "the cluster in the run's config.json")
+
+
+def described_cluster(source: str | Mapping[str, Any], per_node: Sequence[int]) -> Cluster:
     """The cluster's machines and model, with as many workers as the run has."""
-    from gossamer.runtime.cluster import load
     from gossamer.topology import Layout
 
-    return load(source).resized(Layout.of(per_node))
+    return described(source).resized(Layout.of(per_node))
+
+
+def simulated_on(source: str | Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], Trace]:
+    """`simulated`, with the description of the cluster in the clock: what a run of another size is resumed by."""
+    from gossamer.runtime.methods import parse
+
+    clock, trace = simulated(parse(config.method), config, described_cluster(source, config.per_node))
+    return {**clock, "description": described(source).model_dump(mode="json")}, trace
 
 
 def simulated(method: Method, config: RunConfig, cluster: Cluster) -> tuple[dict[str, Any], Trace]:
@@ -30,20 +44,16 @@ def simulated(method: Method, config: RunConfig, cluster: Cluster) -> tuple[dict
     from gossamer.runtime.predict import default_policy, predict, predicted_trace
     from gossamer.topology import Layout
 
-    setting = cluster
+    setting = _repeated(cluster, config.micro_batches)
     if config.exact_inside and method.algorithm != "ddp":
-        # A node is one replica whose compute is a DDP step of its workers; it sends the model once.
-        mean = float(cluster.compute.means(config.workers).mean())
-        same = {"seconds": mean, "reference_workers": None, "fixed_seconds": 0.0}
-        alone = cluster.changed(compute=same).resized(Layout.of(config.per_node[:1]))
-        inside = predict("ddp", alone, steps=200)
-        setting = cluster.resized(Layout.of([1] * len(config.per_node))).changed(
-            compute={
-                "seconds": inside.step_time,
-                "samples": tuple(map(float, inside.durations)),
-                "reference_workers": None,
-                "fixed_seconds": 0.0,
-            }
+        # A node is one replica whose compute is a DDP step of its workers, the largest node's; it sends the model once.
+        mean = float(setting.compute.means(config.workers).mean())
+        same: dict[str, Any] = {"reference_workers": None, "fixed_seconds": 0.0, "per_worker": None}
+        node = setting.changed(compute={**same, "seconds": mean, "update_seconds": 0.0})
+        inside = predict("ddp", node.resized(Layout.of([max(config.per_node)])), steps=200)
+        durations = tuple(map(float, inside.durations))
+        setting = setting.resized(Layout.of([1] * len(config.per_node))).changed(
+            compute={**same, "seconds": inside.step_time, "samples": durations}
         )
     policy = default_policy(setting, method)
     if method.algorithm == "awc":
@@ -64,6 +74,20 @@ def simulated(method: Method, config: RunConfig, cluster: Cluster) -> tuple[dict
         "waiting": result.waiting,
     }
     return clock, predicted_trace(method, setting, result)
+
+
+def _repeated(cluster: Cluster, batches: int) -> Cluster:
+    """With a step of so many batches: DDP's gradients become ready in the last one's backward pass."""
+    compute = cluster.compute
+    many = None if compute.per_worker is None else tuple(batches * seconds for seconds in compute.per_worker)
+    return cluster.changed(
+        compute={
+            "seconds": batches * compute.seconds,
+            "fixed_seconds": batches * compute.fixed_seconds,
+            "per_worker": many,
+        },
+        ddp={"backward_share": cluster.ddp.backward_share / batches},
+    )
 
 
 def predict_measured(groups: list[Group]) -> None:
