@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gossamer.cli.options import command_app
 from gossamer.cli.output import finite, print_json, print_rich
 from gossamer.cli.run_options import EXTRA, RunFlags, with_run_flags
-from gossamer.errors import InputError
+from gossamer.errors import GossamerError, InputError
 
 if TYPE_CHECKING:
     from gossamer.recipes.config import RunConfig
@@ -52,8 +54,14 @@ def compare(
     chosen = parse_list(methods)
     if not chosen or len({str(m) for m in chosen}) < len(chosen):
         raise InputError(f"--methods {methods!r} must name one or more methods, each once; e.g. ddp,accumadam:aer")
+    if any(re.match("--method(=|$)", word) for word in flags.extra):
+        raise InputError("compare trains several methods; name them by --methods, e.g. ddp,accumadam:aer")
     if seeds < 1:
         raise InputError(f"--seeds must be at least 1, got {seeds}")
+    if jobs is not None and jobs < 1:
+        raise InputError(f"--jobs must be at least 1, got {jobs}; leave it out to use all cores")
+    if lr is not None and lr_sweep is not None:
+        raise InputError("--lr gives the rates and --lr-sweep finds them; pass one of them")
     rates = _rates(lr, chosen)
     tried = None if lr_sweep is None else _numbers(lr_sweep)
 
@@ -61,34 +69,58 @@ def compare(
         inside = {"exact_inside": False} if method.algorithm == "ddp" else {}
         return flags.configured(method=str(method), seed=number, lr=rate, **inside)
 
-    first = configured(chosen[0], seed, None)
+    first, *_ = [configured(m, seed, None) for m in chosen]  # all, so that none is refused after others have trained
+    if first.on_failure == "continue":
+        raise InputError(
+            "--on-failure continue is for gossamer train: compare has one gang of workers for all runs; leave it out"
+        )
     folder = flags.out or default_folder(f"compare-{first.task}")
     if (folder / "compare.json").exists():
         raise InputError(f"{folder} already holds a comparison; choose another --out, or remove it")
+    if any(folder.rglob("config.json")):
+        raise InputError(f"{folder} already holds runs, which would be compared too; choose another --out")
     swept: dict[str, dict[str, float | None]] = {}
     with Trainer(first, flags.cluster, flags.link, jobs, flags.as_json) as trainer:
         if tried is not None:
             swept = sweep(trainer, chosen, seed, tried, configured, folder / "sweep")
-            rates = {name: best(found, name) for name, found in swept.items()}
+            higher = trainer.higher_is_better
+            rates = {name: best(found, name, higher_is_better=higher) for name, found in swept.items()}
         wanted = [
             (configured(m, seed + s, rates.get(str(m))), folder / slug(str(m)) / f"seed-{seed + s}")
             for m in chosen
             for s in range(seeds)
         ]
         failed = trainer.run(wanted)
+    if len(failed) == len(wanted):
+        diverged = ", ".join(f"{config.method} seed {config.seed}" for config, _ in wanted)
+        raise GossamerError(f"every run diverged ({diverged}); lower --lr, or lengthen the warm-up (--warmup)")
     _finish(folder, swept, failed, html, flags.as_json)
 
 
-def _rates(text: str | None, methods: Any) -> dict[str, float]:
+def _rates(text: str | None, methods: tuple[Method, ...]) -> dict[str, float]:
     """Learning rates by method: one number for all, or METHOD=RATE pairs."""
     if text is None:
         return {}
+    known = [str(m) for m in methods]
     if "=" not in text:
-        return {str(m): rate for m in methods for rate in _numbers(text)[:1]}
+        rate, *more = _numbers(text)
+        if more:
+            raise InputError(
+                f"--lr takes one rate for all methods, or METHOD=RATE for each, got {text!r}; to try several rates use "
+                "--lr-sweep"
+            )
+        return dict.fromkeys(known, rate)
     from gossamer.runtime.methods import parse
 
-    pairs = [piece.partition("=") for piece in text.split(",")]
-    return {str(parse(name)): _numbers(rate)[0] for name, _, rate in pairs}
+    rates: dict[str, float] = {}
+    for piece in re.split(r",(?![^()]*\))", text):  # commas inside brackets belong to a topology's options
+        name, _, value = piece.rpartition("=")
+        method = str(parse(name or piece))
+        if method not in known or method in rates:
+            why = "named twice" if method in rates else f"not among the methods {', '.join(known)}"
+            raise InputError(f"--lr {text!r}: {method} is {why}; name each method at most once, as in --methods")
+        (rates[method],) = _numbers(value)
+    return rates
 
 
 def _numbers(text: str) -> list[float]:
@@ -96,8 +128,10 @@ def _numbers(text: str) -> list[float]:
         values = [float(piece) for piece in text.split(",")]
     except ValueError:
         values = []
-    if not values or min(values) <= 0:
-        raise InputError(f"learning rates must be positive numbers separated by commas, got {text!r}; e.g. 1e-3,2e-3")
+    if not values or not all(0 < v < math.inf for v in values) or len({f"{v:g}" for v in values}) < len(values):
+        raise InputError(
+            f"learning rates must be positive numbers separated by commas, each once, got {text!r}; e.g. 1e-3,2e-3"
+        )
     return values
 
 

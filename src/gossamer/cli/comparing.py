@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
 from multiprocessing import get_context
@@ -12,9 +14,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from gossamer.errors import GossamerError
+from gossamer.recipes.stop import StopHere
 
 if TYPE_CHECKING:
+    from gossamer.cli.progress import Rows
     from gossamer.recipes.config import RunConfig
+
+Outcome = dict[str, Any]
 
 
 class Trainer:
@@ -29,7 +35,7 @@ class Trainer:
     def __enter__(self) -> Trainer:
         from gossamer.cli.training import lab_for, make_task_for
 
-        make_task_for(self._first)
+        self.higher_is_better = make_task_for(self._first).higher_is_better
         if not self._first.virtual:
             lab = self._stack.enter_context(lab_for(self._first.per_node, self._link))
             self._pool = self._stack.enter_context(lab.pool())
@@ -39,14 +45,26 @@ class Trainer:
         self._stack.__exit__(*error)
 
     def run(self, wanted: list[tuple[RunConfig, Path]]) -> dict[str, str]:
-        """Train all; why some failed (diverged), by folder."""
-        from gossamer.cli.training import make_task_for, run_pool, start, watchers
+        """Train all; why some failed (diverged), by folder. Ctrl-C ends the comparison."""
+        outcomes = self._side_by_side(wanted) if self._first.virtual else self._one_by_one(wanted)
+        halted = [folder for folder, outcome in outcomes.items() if outcome.get("stopped")]
+        done = len(outcomes) - len(halted)
+        if done < len(wanted):
+            how = ", ".join(f"gossamer train --resume {folder}" for folder in halted)
+            typer.echo(
+                f"stopped; {done} of {len(wanted)} runs are done, which gossamer report reads"
+                + (f"; go on with: {how}" if how else ""),
+                err=True,
+            )
+            raise typer.Exit(130)
+        return {str(folder): why for folder, outcome in outcomes.items() if (why := _why_failed(outcome))}
 
-        failed: dict[str, str] = {}
-        if self._first.virtual:
-            return self._side_by_side(wanted)
+    def _one_by_one(self, wanted: list[tuple[RunConfig, Path]]) -> dict[Path, Outcome]:
+        """On the gang of real workers."""
+        from gossamer.cli.training import make_task_for, run_pool, start, watchers
         from gossamer.recipes.loop import Diverged
 
+        outcomes: dict[Path, Outcome] = {}
         for config, folder in wanted:
             task = make_task_for(config)
             start(config, folder, task, None, self._link)
@@ -55,55 +73,102 @@ class Trainer:
             )
             with display:
                 try:
-                    outcome = run_pool(self._pool, folder, False, watch)
+                    outcomes[folder] = run_pool(self._pool, folder, False, watch)
                 except Diverged as error:
-                    failed[str(folder)] = str(error)
-                    continue
-            if outcome["stopped"]:
-                typer.echo(f"stopped in {folder}; finished runs are kept, and gossamer report reads them", err=True)
-                raise typer.Exit(130)
-        return failed
+                    outcomes[folder] = {"diverged": str(error)}
+            if outcomes[folder].get("stopped"):
+                break
+        return outcomes
 
-    def _side_by_side(self, wanted: list[tuple[RunConfig, Path]]) -> dict[str, str]:
+    def _side_by_side(self, wanted: list[tuple[RunConfig, Path]]) -> dict[Path, Outcome]:
+        """Virtual runs; those that were not begun when Ctrl-C was pressed are left out."""
         from gossamer.cli.progress import Rows
+        from gossamer.cli.training import stop_when_asked
 
-        failed: dict[str, str] = {}
         jobs = min(self._jobs, len(wanted))
         with Rows(len(wanted), quiet=self._quiet) as rows:
-            if jobs == 1:
+            if jobs > 1:
+                return self._in_processes(wanted, jobs, rows)
+            outcomes: dict[Path, Outcome] = {}
+            with stop_when_asked() as stop:
                 for config, folder in wanted:
-                    rows.done(config, _virtual(config, folder, self._cluster), failed, folder)
-                return failed
-            with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_quiet_interrupts) as pool:
-                running = {pool.submit(_virtual, c, f, self._cluster): (c, f) for c, f in wanted}
-                try:
-                    for future in as_completed(running):
-                        config, folder = running[future]
-                        rows.done(config, future.result(), failed, folder)
-                except BaseException:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    for process in list((pool._processes or {}).values()):
-                        process.terminate()
-                    raise
-        return failed
+                    _note(outcomes, rows, config, folder, _virtual(config, folder, self._cluster, stop))
+            return outcomes
+
+    def _in_processes(self, wanted: list[tuple[RunConfig, Path]], jobs: int, rows: Rows) -> dict[Path, Outcome]:
+        from gossamer.cli.training import interrupts
+
+        context = get_context("spawn")
+        asked = context.RawValue("b", 0)
+
+        def ask() -> None:
+            asked.value = 1
+
+        outcomes: dict[Path, Outcome] = {}
+        with ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(asked,)) as pool, interrupts(ask):
+            running = {pool.submit(_virtual, c, f, self._cluster): (c, f) for c, f in wanted}
+            try:
+                for future in as_completed(running):
+                    _note(outcomes, rows, *running[future], future.result())
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in list((pool._processes or {}).values()):
+                    process.terminate()
+                raise
+        return outcomes
 
 
-def _quiet_interrupts() -> None:
-    """Ctrl-C is the parent's to handle."""
-    import signal
+def _why_failed(outcome: Outcome) -> str:
+    if "diverged" in outcome:
+        return str(outcome["diverged"])
+    loss = outcome["averaged"]["loss"]
+    return (
+        "" if math.isfinite(loss) else f"the validation loss is {loss} at the end; lower --lr, or lengthen the warm-up"
+    )
 
+
+def _note(outcomes: dict[Path, Outcome], rows: Rows, config: RunConfig, folder: Path, outcome: Outcome | None) -> None:
+    """Keep what came of a run that was begun, and print its line if it has ended."""
+    if outcome is None:
+        return
+    outcomes[folder] = outcome
+    if not outcome.get("stopped"):
+        rows.done(config, outcome, {}, folder)
+
+
+class _StopWithParent(StopHere):
+    """In a process of its own: Ctrl-C is the parent's to handle, which says so by a shared byte."""
+
+    def __init__(self, asked: Any) -> None:
+        super().__init__()
+        self._parent = asked
+
+    def __call__(self, step: int) -> bool:
+        return bool(self._parent.value)
+
+
+_stop = StopHere()
+
+
+def _begin(asked: Any) -> None:
+    """In each process, before its first run."""
+    global _stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _stop = _StopWithParent(asked)
 
 
-def _virtual(config: RunConfig, folder: Path, cluster: str | None) -> dict[str, Any]:
-    """One virtual run; in a process of its own, or here."""
+def _virtual(config: RunConfig, folder: Path, cluster: str | None, stop: StopHere | None = None) -> Outcome | None:
+    """One virtual run; in a process of its own, or here with its `stop`. None: it was not begun."""
     from gossamer.cli.training import make_task_for, run_virtual, start
     from gossamer.recipes.loop import Diverged
 
+    stop = stop or _stop
+    if stop(0):
+        return None
     task = make_task_for(config)
     clock = start(config, folder, task, cluster, None)
     try:
-        return run_virtual(config, task, folder, clock, False, lambda row: None)
+        return run_virtual(config, task, folder, clock, False, lambda row: None, stop)
     except Diverged as error:
         return {"diverged": str(error)}
 
@@ -119,15 +184,14 @@ def sweep(
     found: dict[str, dict[str, float | None]] = {}
     for config, where in wanted:
         run = None if str(where) in failed else load_run(where)
-        value = None
-        if run is not None:
-            value = run.final(run.metric) * (1 if run.content["higher_is_better"] else -1)
-        found.setdefault(config.method, {})[f"{config.lr:g}"] = value
+        found.setdefault(config.method, {})[f"{config.lr:g}"] = None if run is None else run.final(run.metric)
     return found
 
 
-def best(tried: dict[str, float | None], method: str) -> float:
-    scores = {rate: value for rate, value in tried.items() if value is not None}
+def best(tried: dict[str, float | None], method: str, *, higher_is_better: bool) -> float:
+    """The rate with the best metric; one that diverged never is."""
+    sign = 1 if higher_is_better else -1
+    scores = {rate: sign * value for rate, value in tried.items() if value is not None and math.isfinite(value)}
     if not scores:
         raise GossamerError(f"{method} diverged at every rate of the sweep ({', '.join(tried)}); try smaller ones")
     return float(max(scores, key=scores.__getitem__))

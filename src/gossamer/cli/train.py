@@ -16,6 +16,7 @@ from gossamer.errors import GossamerError, InputError
 
 if TYPE_CHECKING:
     from gossamer.recipes.config import RunConfig
+    from gossamer.recipes.task import Task
 
 app = command_app()
 
@@ -41,42 +42,56 @@ def train(
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files as well.")] = False,
 ) -> None:
     """Train a task. Every other key of the configuration, and every option of the task, is a flag too."""
-    from gossamer.cli.training import default_folder
+    from gossamer.cli.training import default_folder, make_task_for
     from gossamer.comm.world import launched
 
     if tensorboard:
         summary_writer()  # missing? say so before anything is begun
     decided = {"method": method, "lr": lr, "seed": seed, "checkpoint_every": checkpoint_every}
-    given = {k: v for k, v in {**flags.named(), **decided}.items() if v is not None}
-    if resume is not None and (flags.task is not None or flags.extra or set(given) - {"steps"}):
-        raise InputError(
-            f"--resume {resume} goes on as the run was configured; pass at most --steps, and --workers (or --virtual) "
-            "and --per-node for another size, with it"
-        )
+    if resume is not None:
+        _refuse_with_resume(resume, flags, decided)
     if launched():
         if flags.workers is not None or flags.virtual is not None or flags.link is not None:
             raise InputError("a launcher has started the workers; leave --workers, --virtual and --link out")
         _join(flags, decided, resume, tensorboard)
         return
-    made = flags.configured(**decided) if resume is None else _resumed(resume, flags)
-    folder = resume or flags.out or default_folder(made.task)
-    outcome = _local(made, folder, resume is not None, flags, tensorboard)
-    _tell(outcome, folder, made, flags.as_json)
+    if resume is None:
+        config = flags.configured(**decided)
+        task = make_task_for(config)
+    else:
+        config, task = _resumed(resume, flags)
+    folder = resume or flags.out or default_folder(config.task)
+    outcome = _local(config, task, folder, resume is not None, flags, tensorboard)
+    _tell(outcome, folder, config, flags.as_json)
 
 
-def _local(config: RunConfig, folder: Path, resume: bool, flags: RunFlags, board: bool) -> dict[str, Any]:
+def _refuse_with_resume(folder: Path, flags: RunFlags, decided: dict[str, Any]) -> None:
+    named = {**flags.named(), **decided, **{k: getattr(flags, k) for k in ("cluster", "link", "config", "out")}}
+    unused = [f"--{k.replace('_', '-')}" for k, v in named.items() if v is not None and k != "steps"]
+    if flags.extra:
+        unused.append(" ".join(flags.extra))
+    if flags.task is not None:
+        unused.append(flags.task)
+    if unused:
+        raise InputError(
+            f"--resume {folder} goes on as the run was configured, without {', '.join(unused)}; pass at most --steps, "
+            "and --workers (or --virtual) and --per-node for another size, with it"
+        )
+
+
+def _local(config: RunConfig, task: Task, folder: Path, resume: bool, flags: RunFlags, board: bool) -> dict[str, Any]:
     from gossamer.cli.surviving import run_surviving
-    from gossamer.cli.training import lab_for, make_task_for, run_pool, run_virtual, start, watchers
+    from gossamer.cli.training import lab_for, run_pool, run_virtual, start, stop_when_asked, watchers
     from gossamer.recipes.run import read_config
 
-    task = make_task_for(config)
     clock: dict[str, Any] = (
         read_config(folder)[1]["clock"] if resume else start(config, folder, task, flags.cluster, flags.link)
     )
     watch, display = watchers(folder, config, config.method, task.unit, board, flags.as_json)
     with display:
         if config.virtual:
-            return run_virtual(config, task, folder, clock, resume, watch)
+            with stop_when_asked() as stop:
+                return run_virtual(config, task, folder, clock, resume, watch, stop)
         with lab_for(config.per_node, clock.get("link")) as lab:
             if config.on_failure == "continue":
                 return run_surviving(lab, config, folder, resume, watch)
@@ -84,14 +99,15 @@ def _local(config: RunConfig, folder: Path, resume: bool, flags: RunFlags, board
                 return run_pool(pool, folder, resume, watch)
 
 
-def _resumed(folder: Path, flags: RunFlags, launched: tuple[int, ...] | None = None) -> RunConfig:
-    """The run's configuration, with a new end and other workers if they are given (or as they were launched)."""
+def _resumed(folder: Path, flags: RunFlags, launched: tuple[int, ...] | None = None) -> tuple[RunConfig, Task]:
+    """The run's configuration, with a new end and other workers if they are given (or as they were launched), and its
+    task. What cannot be trained is refused before the run's file is changed."""
     from gossamer.checkpoint.files import latest_in
-    from gossamer.cli.predicted import described_cluster, simulated
-    from gossamer.cli.run_options import per_node_from
+    from gossamer.cli.predicted import simulated_on
+    from gossamer.cli.run_options import check_method, per_node_from
+    from gossamer.cli.training import make_task_for
     from gossamer.recipes.config import make_config
     from gossamer.recipes.run import read_config, write_config
-    from gossamer.runtime.methods import parse
 
     before, content = read_config(folder)
     at = latest_in(folder / "checkpoints")
@@ -99,16 +115,19 @@ def _resumed(folder: Path, flags: RunFlags, launched: tuple[int, ...] | None = N
         wrong, right = ("--workers", "--virtual") if before.virtual else ("--virtual", "--workers")
         raise InputError(f"{folder} is a run with {right[2:]}; resume it with {right} N, not with {wrong}")
     places = launched or per_node_from(flags.workers, flags.virtual, flags.per_node) or before.per_node
-    config = make_config({**before.model_dump(), "steps": flags.steps or before.steps, "per_node": places})
+    steps = before.steps if flags.steps is None else flags.steps
+    config = make_config({**before.model_dump(), "steps": steps, "per_node": places})
     if at >= config.steps:
         raise InputError(f"{folder} has done all its {config.steps} steps; pass --steps with more to go on")
+    check_method(config)
+    task = make_task_for(config)
     if config != before:
         if config.virtual and config.per_node != before.per_node:
-            cluster = described_cluster(flags.cluster or content["clock"]["cluster"], config.per_node)
-            content["clock"] = simulated(parse(config.method), config, cluster)[0]
+            clock = content["clock"]
+            content["clock"], _ = simulated_on(clock.get("description") or clock["cluster"], config)
         resumed = [*content.get("resumed", []), {"step": at, "workers_before": before.workers}]
         write_config(folder, {**content, "config": config.model_dump(mode="json"), "resumed": resumed})
-    return config
+    return config, task
 
 
 def _join(flags: RunFlags, decided: dict[str, Any], resume: Path | None, board: bool) -> None:

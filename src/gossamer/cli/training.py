@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gossamer.recipes.config import RunConfig
     from gossamer.recipes.crew import Wrap
     from gossamer.recipes.loop import Progress, Row
+    from gossamer.recipes.stop import StopHere
     from gossamer.recipes.task import Task
     from gossamer.runtime.methods import Method
     from gossamer.trace import Trace
@@ -43,7 +44,7 @@ def make_task_for(config: RunConfig) -> Task:
 
 def start(config: RunConfig, folder: Path, task: Any, cluster: str | None, link: str | None) -> dict[str, Any]:
     """Make the run's folder; what its times mean."""
-    from gossamer.cli.predicted import described_cluster, simulated
+    from gossamer.cli.predicted import simulated_on
     from gossamer.lab import why_unavailable
     from gossamer.recipes.run import prepare
     from gossamer.report.record import command_line, environment
@@ -56,7 +57,7 @@ def start(config: RunConfig, folder: Path, task: Any, cluster: str | None, link:
         clock["network"] = "paced" if why_unavailable() else "namespaces"
     trace: Trace | None = None
     if config.virtual:
-        clock, trace = simulated(method, config, described_cluster(cluster or "a40", config.per_node))
+        clock, trace = simulated_on(cluster or "a40", config)
     facts = {"method": str(method), "clock": clock, "command": command_line(), "environment": environment()}
     prepare(folder, config, method, task, facts)
     if trace is not None:
@@ -131,33 +132,37 @@ def _outcome(progress: Progress) -> dict[str, Any]:
 
 
 def run_virtual(
-    config: RunConfig, task: Task, folder: Path, clock: Mapping[str, Any], resume: bool, watch: Callable[[Row], None]
+    config: RunConfig,
+    task: Task,
+    folder: Path,
+    clock: Mapping[str, Any],
+    resume: bool,
+    watch: Callable[[Row], None],
+    stop: StopHere,
 ) -> dict[str, Any]:
+    """Run all workers in this process, until the end or until `stop` says so."""
     from gossamer.recipes.run import run
-    from gossamer.recipes.stop import StopHere
     from gossamer.runtime.methods import parse
+
+    def time_after(steps: int) -> float:
+        return float(steps * clock["step_seconds"])
+
+    method = parse(config.method)
+    return _outcome(run(config, task, method, folder, resume=resume, watch=watch, clock=time_after, stop=stop))
+
+
+@contextlib.contextmanager
+def stop_when_asked() -> Iterator[StopHere]:
+    """For virtual workers: Ctrl-C asks them to stop."""
+    from gossamer.recipes.stop import StopHere
 
     stop = StopHere()
 
     def ask() -> None:
         stop.asked = True
 
-    def time_after(steps: int) -> float:
-        return float(steps * clock["step_seconds"])
-
     with interrupts(ask):
-        return _outcome(
-            run(
-                config,
-                task,
-                parse(config.method),
-                folder,
-                resume=resume,
-                watch=watch,
-                clock=time_after,
-                stop=stop,
-            )
-        )
+        yield stop
 
 
 def run_pool(pool: WorkerPool, folder: Path, resume: bool, watch: Callable[[Row], None]) -> dict[str, Any]:
