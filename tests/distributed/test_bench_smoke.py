@@ -76,6 +76,23 @@ def test_a_fixed_time_counts_each_worker_s_steps(capsys):
         assert 0 < min(result["steps_per_second_by_worker"]) <= 10.5  # the slow worker computes for 0.1 s
 
 
+def test_asynchronous_workers_are_measured_while_all_exchange(capsys, tmp_path):
+    out, trace = tmp_path / "record", tmp_path / "trace"
+    pytest.importorskip("matplotlib")
+    arguments = (
+        f"--network loopback --compute 0.03 --jitter slow-worker:4 --methods ad-psgd:ring --out {out} --trace {trace}"
+    )
+    _, results = bench(capsys, arguments)
+    result = results["ad-psgd:ring"]
+    assert result["limit_ms"] == pytest.approx(1e3 * 4 / (3 / 0.03 + 1 / 0.12))
+    assert result["step_ms"] >= 0.95 * result["limit_ms"]
+    (told,) = json.loads((out / "record.json").read_text())["results"][0]["runs"]
+    assert all(t["steps"] == 4 for t in told)
+    assert all(t["warmed"] > told[3]["warmed"] >= 5 for t in told[:3])  # nobody stood still until all exchanged
+    assert sum(t["rounds"] for t in told) > 0
+    assert (trace / "timeline.svg").stat().st_size > 1000
+
+
 def test_a_method_that_cannot_be_had_is_skipped_with_a_word(capsys):
     _, results = bench(capsys, "--network loopback --methods dadam:ring,dadam:torus(rows=2) --nodes 3 --per-node 1")
     assert "step_ms" in results["dadam:ring"]

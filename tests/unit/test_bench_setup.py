@@ -5,8 +5,8 @@ import pytest
 
 from gossamer.cli import main
 from gossamer.errors import InputError
-from gossamer.lab import bench_setup
-from gossamer.lab.bench import Plan
+from gossamer.lab import bench, bench_setup
+from gossamer.lab.bench import Plan, expected
 from gossamer.lab.bench_setup import Setup, bucket_sizes, dilated, parse_links, why_not
 from gossamer.runtime.cluster import load
 from gossamer.runtime.methods import parse
@@ -82,6 +82,60 @@ def test_links_as_text():
     for text in ("0-3", "a-b=1mbit", "0=1mbit", "0-1-2=5mbit"):
         with pytest.raises(InputError, match="FROM-TO=RATE"):
             parse_links(text)
+    for text in ("0-1=10mbit,0-1=20mbit", "0-1=10mbit,1-0=10mbit"):
+        with pytest.raises(InputError, match="0-1 is listed twice"):
+            parse_links(text)
+
+
+def test_asynchronous_methods_have_no_buckets_to_sweep():
+    assert bucket_sizes(parse("ad-psgd:ring"), Setup()) == (None,)
+    methods = [parse("ddp"), parse("a2cid2:ring")]
+    sweep, none, one = Plan(), Plan(sweep_steps=0), Plan(bucket_mb=0.5)
+    assert [len(sweep.runs(m, Setup())) for m in methods] == [4 + 3, 3]
+    assert [none.sizes(m, Setup()) for m in methods] == [(25.0,), (None,)]
+    assert [one.sizes(m, Setup()) for m in methods] == [(0.5,), (0.5,)]
+
+
+def test_the_expected_time_is_runs_times_steps_at_their_limit():
+    setup, plan = Setup(), Plan(steps=20, repeats=3, bucket_mb=0.5)
+    start = 2 + 2 * 4e6 * 8 / 50e6  # a run's own, and the model on its way to all nodes
+    ring = 2 * 7 / 8 * 4e6 * 8 / 50e6
+    assert expected(setup, [parse("ddp"), parse("dadam:aer")], plan) == (
+        6,
+        pytest.approx(3 * 25 * ring + 3 * 25 * 0.4 + 6 * start),
+    )
+    timed = Plan(seconds=30.0, repeats=2, bucket_mb=0.5)
+    assert expected(setup, [parse("dadam:aer")], timed) == (2, pytest.approx(2 * (30 + 5 * 0.4 + start)))
+
+
+def test_a_worker_s_patience_grows_with_the_run():
+    def patience(**plan):
+        made = bench._Bench(Setup(), Plan(**plan), None, None)
+        return made.task(parse("dadam:aer"), None).timeout
+
+    step = 0.4 + 2 * 4e6 * 8 / 50e6
+    assert patience(steps=20) == pytest.approx(120 + 5 * 30 * step)
+    assert patience(steps=2000) == pytest.approx(120 + 5 * 2010 * step)
+    assert patience(steps=20, seconds=600.0) == pytest.approx(patience(steps=20) + 600)
+
+
+@pytest.mark.parametrize("name", ["a40", "a100", "t4"])
+def test_presets_take_about_ten_minutes_unless_told_otherwise(monkeypatch, capsys, name):
+    seen = []
+
+    def stop(setup, methods, plan, tell):
+        seen.append((plan, expected(setup, methods, plan)))
+        raise InputError("enough")
+
+    monkeypatch.setattr(bench, "run", stop)
+    monkeypatch.setattr(bench_setup.importlib.util, "find_spec", lambda name: object())
+    for arguments in ([], ["--steps", "33", "--repeats", "4"]):
+        assert main(["bench", "--cluster", name, "--network", "paced", *arguments]) == 2
+    (default, (_, seconds)), (told, _) = seen
+    assert 120 < seconds < 480  # at its limit, which DDP exceeds by a quarter or more
+    assert (default.steps, default.repeats) == (10, 2)
+    assert (told.steps, told.repeats) == (33, 4)
+    assert f"runs, at least {seconds / 60:.0f} min" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bad", [{"steps": 0}, {"repeats": 0}, {"seconds": 0.0}, {"bucket_mb": -1.0}, {"seed": -1}])
@@ -101,6 +155,7 @@ def test_a_plan_refuses_nonsense(bad):
         ("--methods ,", "nothing to compare"),
         ("--steps 0", "steps must be at least 1"),
         ("--links 0-9=1mbit", "nodes of 0 to 3"),
+        ("--links 0-1=10mbit,0-1=20mbit", "0-1 is listed twice"),
         ("--network magic", "--network must be"),
         ("--network loopback --link 5mbit", "loopback has no link rates"),
         ("--compute -1", "compute time"),

@@ -6,7 +6,10 @@ from gossamer.lab.bench_setup import Setup
 from gossamer.lab.bench_stats import (
     Traffic,
     add_speedups,
+    compute_seconds,
+    ideal,
     limit_seconds,
+    note_drops,
     step_seconds,
     steps_per_second,
     summarize,
@@ -14,7 +17,7 @@ from gossamer.lab.bench_stats import (
     waiting,
 )
 from gossamer.lab.bench_task import curve, time_to
-from gossamer.report.bench_plot import draw_bars, draw_loss, markdown
+from gossamer.report.bench_plot import draw_bars, draw_loss, invalid_note, markdown
 from gossamer.runtime.methods import parse
 
 SETUP = Setup(per_node=(2, 2), link="8mbit", compute=0.1, model_mb=1.0)
@@ -44,6 +47,30 @@ def test_workers_may_take_different_numbers_of_steps():
     runs = [told(steps=10), told(steps=30)]
     assert step_seconds(runs) == pytest.approx(0.1)
     assert steps_per_second(runs) == pytest.approx([5.0, 15.0])
+
+
+def test_asynchronous_workers_count_by_their_rates():
+    own_pace = [*(told(10.0, 14.0, steps=20) for _ in range(7)), told(10.5, 26.5, steps=20)]  # 0.2 s a step; one 0.8
+    assert step_seconds(own_pace) == pytest.approx(0.8)
+    assert step_seconds(own_pace, asynchronous=True) == pytest.approx(8 / (7 / 0.2 + 1 / 0.8))
+
+
+def test_the_limit_of_asynchronous_workers_is_the_harmonic_mean():
+    table = Setup(compute=0.2, jitter="slow-worker:4").table(6, 0)
+    assert compute_seconds(parse("dadam:aer"), table) == pytest.approx(0.275)
+    assert compute_seconds(parse("ad-psgd:ring"), table) == pytest.approx(8 / (7 / 0.2 + 1 / 0.8))
+    best = ideal(table)
+    assert (best["ddp_ms"], best["mean_compute_ms"]) == pytest.approx((800, 275))
+    assert best["asynchronous_ms"] == pytest.approx(220.7, abs=0.1)
+    assert best["asynchronous_speedup_vs_ddp"] == pytest.approx(3.625)
+    assert ideal(0 * table)["asynchronous_speedup_vs_ddp"] is None
+
+
+def test_bytes_of_asynchronous_workers_are_those_of_a_mean_step():
+    """A slow worker's node sends as much a second as the others; its few steps must not make that more a step."""
+    fast, slow = told(0.0, 8.0, steps=40), told(0.0, 8.0, steps=10, sent={0: 3200.0})
+    made = traffic(parse("ad-psgd:ring"), SETUP, [fast, fast, slow, fast])
+    assert made.busiest == pytest.approx(3200 / 32.5)  # steps of the mean worker
 
 
 def test_the_kernel_s_count_is_the_busiest_direction_of_any_node():
@@ -98,6 +125,26 @@ def test_results_carry_samples_speedups_and_validity():
     assert (ddp["valid"], ours["valid"], ours["cpu_use"]) == (True, False, 0.9)
     assert ddp["limit_by"] == "link"
     assert "speedup_vs_ddp" not in skipped
+    assert (ddp["invalid_because"], ours["invalid_because"]) == (None, "the cores were 90% busy")
+
+
+def test_dropped_packets_make_all_results_invalid():
+    made = results()
+    note_drops(made, 0)
+    note_drops(made, None)
+    assert made[0]["valid"] is True
+    note_drops(made, 7)
+    assert [r.get("valid") for r in made] == [False, False, None]
+    assert made[0]["invalid_because"] == "the lab's queues dropped 7 packets"
+    assert made[1]["invalid_because"] == "the cores were 90% busy and the lab's queues dropped 7 packets"
+
+
+def test_a_record_says_invalid_only_of_what_is_known_to_be():
+    made = results()
+    assert invalid_note({"results": made}) == "INVALID: the cores were 90% busy (dadam:aer)."
+    unknown = summarize(parse("ddp"), SETUP, [[told(cpu_use=None)] * 4], 0.1, None, 2)
+    assert unknown["valid"] is None
+    assert invalid_note({"results": [unknown, made[2]]}) == ""
 
 
 def test_without_ddp_there_is_no_speedup():
@@ -119,11 +166,22 @@ def test_table_and_chart_of_a_benchmark(tmp_path):
             **SETUP.describe(),
         },
         "plan": {"repeats": 2, "steps": 10},
-        "ideal": {"mean_compute_ms": 100.0, "ddp_ms": 100.0, "speedup_vs_ddp": 1.0},
+        "ideal": {
+            "mean_compute_ms": 100.0,
+            "ddp_ms": 100.0,
+            "speedup_vs_ddp": 1.0,
+            "asynchronous_ms": 80.0,
+            "asynchronous_speedup_vs_ddp": 1.25,
+        },
     }
     text = markdown(bench)
     assert "| dadam:aer | 150.0 | 100.0 to 200.0 | 2.67 | 1.50 | compute |" in text
     assert "90 % INVALID" in text
+    assert "2 repeats of 10 steps" in text
+    assert "asynchronous" not in text
+    assert "2 repeats of 15 s" in markdown({**bench, "plan": {"repeats": 2, "steps": 10, "seconds": 15.0}})
+    own_pace = {**results()[0], "method": "ad-psgd:ring"}
+    assert "need 80.0 ms, so asynchronous gossip can gain 1.25 times" in markdown({**bench, "results": [own_pace]})
     assert "skipped: not installed" in text
     drawn = draw_bars([bench, bench], tmp_path / "bars.svg").read_text()
     assert drawn.count("2.67×") == 2  # on the bar of each group

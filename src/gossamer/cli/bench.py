@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 app = command_app()
 
+STEPS, REPEATS = 20, 3
+CLUSTER_STEPS, CLUSTER_REPEATS, CLUSTER_BUCKETS = 10, 2, (8,)  # big clusters' steps are long: ten minutes in all
 METHODS = "ddp,ddp:bf16,decent-dp:aer,dadam:aer,dadam:aer:bf16"
 EXAMPLE = (
     "Examples: gossamer bench --nodes 4 --per-node 2 --link 50mbit --compute 0.4 --model-mb 4 | "
@@ -50,8 +52,12 @@ def bench(
     methods: Annotated[
         str, typer.Option(metavar="LIST", help="NAME[:TOPOLOGY[:WIRE]], separated by commas.")
     ] = METHODS,
-    steps: Annotated[int, typer.Option(help="Measured steps of a run.")] = 20,
-    repeats: Annotated[int, typer.Option(help="Runs of each method, in turn.")] = 3,
+    steps: Annotated[
+        int | None, typer.Option(help=f"Measured steps of a run: {STEPS}, with --cluster {CLUSTER_STEPS}.")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(help=f"Runs of each method, in turn: {REPEATS}, with --cluster {CLUSTER_REPEATS}.")
+    ] = None,
     seconds: Annotated[
         float | None, typer.Option(metavar="S", help="Run each method for this long instead of --steps.")
     ] = None,
@@ -73,7 +79,8 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure step times of methods beside each other, on nodes and links made on this machine."""
-    from gossamer.lab.bench import Plan, run
+    from gossamer.lab.bench import SWEEP_STEPS, Plan, expected, run
+    from gossamer.lab.bench_setup import BUCKETS
     from gossamer.report.bench_plot import check_path
     from gossamer.report.record import environment
     from gossamer.runtime.methods import parse_list
@@ -82,17 +89,21 @@ def bench(
     if plot is not None:
         check_path(plot)
     options = {"staleness": staleness, "every": every}
+    small = cluster is None
     plan = Plan(
-        steps=steps,
-        repeats=repeats,
+        steps=steps if steps is not None else STEPS if small else CLUSTER_STEPS,
+        repeats=repeats if repeats is not None else REPEATS if small else CLUSTER_REPEATS,
         seconds=seconds,
         seed=seed,
         bucket_mb=bucket_mb,
         trace=trace,
         options=options,
-        **({} if sweep else {"sweep_steps": 0}),
+        sweep_steps=SWEEP_STEPS if sweep else 0,
+        sweep_buckets=BUCKETS if small else CLUSTER_BUCKETS,
     )
     setup, note = _setup(cluster, nodes, per_node, link, links, compute, model_mb, layers, jitter, network)
+    if not as_json:
+        print(_duration(*expected(setup, chosen, plan)), file=sys.stderr)
     machine = environment()  # before: the load that others cause
     with _progress(quiet=as_json) as tell:
         measured = run(setup, chosen, plan, tell)
@@ -153,6 +164,11 @@ def _setup(
     return replace(setup, **changes), note
 
 
+def _duration(runs: int, seconds: float) -> str:
+    long = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+    return f"{runs} runs, at least {long}"
+
+
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """A bar on a terminal, a line a run elsewhere; on standard error, so that it is not part of the answer."""
@@ -172,19 +188,18 @@ def _write(
     data: dict[str, Any], chosen: tuple[Method, ...], plot: Path | None, trace: Path | None, out: Path | None
 ) -> None:
     from gossamer.lab.bench import timeline, trace_folder
-    from gossamer.report.bench_plot import draw_bars, markdown
+    from gossamer.report.bench_plot import draw_bars, invalid_note, markdown
     from gossamer.report.record import write_record
     from gossamer.report.timeline import draw
 
-    skipped = {r["method"] for r in data["results"] if "skipped" in r}
     if trace is not None:
-        lines = [timeline(trace_folder(trace, m), str(m)) for m in chosen if str(m) not in skipped]
+        first = {r["method"]: r["timeline_from"] for r in data["results"] if "skipped" not in r}
+        lines = [timeline(trace_folder(trace, m), str(m), first[str(m)]) for m in chosen if str(m) in first]
         draw(lines, trace / "timeline.svg")
     if plot is not None:
         draw_bars(data, plot)
     if out is not None:
-        note = "" if all(r.get("valid", True) for r in data["results"]) else "INVALID: the cores were saturated."
-        write_record(out, data=data, summary=markdown(data), note=note, environment=data["environment"])
+        write_record(out, data=data, summary=markdown(data), note=invalid_note(data), environment=data["environment"])
         draw_bars(data, out / "bars.svg")
 
 
@@ -193,6 +208,7 @@ def _shown(data: dict[str, Any], setup: Setup) -> Iterator[Any]:
     from rich.text import Text  # a method's colons are no emoji
 
     from gossamer.lab.bench_setup import format_links
+    from gossamer.report.bench_plot import ideal_words
 
     where = data["cluster"]
     gamma = "" if where["gamma"] is None else f", γ {where['gamma']:.2f}"
@@ -225,13 +241,10 @@ def _shown(data: dict[str, Any], setup: Setup) -> Iterator[Any]:
         if "skipped" in r:
             yield Text(f"{r['method']}: skipped, {r['skipped']}")
         elif r["valid"] is False:
-            yield Text(f"{r['method']}: INVALID, the cores were {r['cpu_use']:.0%} busy", style="bold red")
+            yield Text(f"{r['method']}: INVALID, {r['invalid_because']}", style="bold red")
         elif data["plan"]["seconds"] is not None:
             rates = ", ".join(f"{x:.2f}" for x in r["steps_per_second_by_worker"])
             yield Text(f"{r['method']}: steps a second by worker {rates}")
     best = data["ideal"]
     if best["speedup_vs_ddp"] and best["speedup_vs_ddp"] > 1.001:
-        yield Text(
-            f"With this jitter and free links DDP needs at least {best['ddp_ms']:.1f} ms; mean compute is "
-            f"{best['mean_compute_ms']:.1f} ms, so gossip can gain {best['speedup_vs_ddp']:.2f}x."
-        )
+        yield Text(f"With this jitter and free links: {ideal_words(data)}.")

@@ -8,27 +8,36 @@ the same compute times.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gossamer.errors import InputError
-from gossamer.lab.bench_setup import Setup, bucket_sizes, why_not
-from gossamer.lab.bench_stats import add_speedups, step_seconds, summarize
+from gossamer.lab.bench_setup import BUCKETS, Setup, bucket_sizes, why_not
+from gossamer.lab.bench_stats import (
+    add_speedups,
+    all_reduced,
+    compute_seconds,
+    ideal,
+    limit_seconds,
+    note_drops,
+    step_seconds,
+    summarize,
+)
 from gossamer.lab.bench_worker import Task, work
 from gossamer.lab.cluster import Cluster
+from gossamer.lab.cpu import usable_cores
 from gossamer.lab.launch import WorkerFailed, WorkerPool
+from gossamer.runtime.compute import Table
 from gossamer.runtime.methods import Method
 from gossamer.trace import Span, Trace, merge
 
 WARMUP = 5
-SWEEP_STEPS = 6
+SWEEP_STEPS, SWEEP_WARMUP = 6, 3
 TRACE_STEPS = 10
+START_SECONDS = 2.0  # of a run: a process group, connections, buffers
 Progress = Callable[[str, int, int], None]  # what is done now, how many runs are done, of how many
 
 
@@ -42,6 +51,7 @@ class Plan:
     seed: int = 0
     bucket_mb: float | None = None
     sweep_steps: int = SWEEP_STEPS
+    sweep_buckets: tuple[int, ...] = BUCKETS  # how many buckets are tried, beside each package's own choice
     warmup: int = WARMUP
     trace: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)  # staleness, every: for Gossamer's methods
@@ -60,44 +70,68 @@ class Plan:
             if self.options.get(name, least) < least:
                 raise InputError(f"{name} must be at least {least}, got {self.options[name]}; leave it out for {least}")
 
+    def table(self, setup: Setup) -> Table:
+        """Compute times [steps, workers] of a run, warm-up included; it starts over at its end."""
+        return setup.table(self.warmup + (self.steps if self.seconds is None else 4096), self.seed)
+
+    def sizes(self, method: Method, setup: Setup) -> tuple[float | None, ...]:
+        """The bucket sizes in question; a sweep decides if there are several."""
+        if self.bucket_mb is not None:
+            return (self.bucket_mb,)
+        return bucket_sizes(method, setup, self.sweep_buckets if self.sweep_steps else ())
+
+    def runs(self, method: Method, setup: Setup) -> list[int]:
+        """The steps of each of a method's runs, warm-up included; with `seconds`, those of the warm-up."""
+        tried = len(self.sizes(method, setup))
+        sweep = [SWEEP_WARMUP + self.sweep_steps] * (tried if tried > 1 else 0)
+        timeline = [] if self.trace is None else [self.warmup + TRACE_STEPS]
+        return sweep + [self.warmup + (self.steps if self.seconds is None else 0)] * self.repeats + timeline
+
 
 class _Bench:
     def __init__(self, setup: Setup, plan: Plan, pool: WorkerPool, progress: Progress):
         self.setup, self.plan, self.pool, self.progress = setup, plan, pool, progress
         self.done = self.total = 0
-        length = plan.warmup + (plan.steps if plan.seconds is None else 4096)  # a table starts over at its end
-        self.table = setup.table(length, plan.seed)
+        self.table = plan.table(setup)
         self.columns = tuple(tuple(map(float, column)) for column in self.table.T)
 
     def task(self, method: Method, bucket_mb: float | None, **changes: Any) -> Task:
         plan = self.plan
         options = plan.options if method.package == "gossamer" and method.algorithm != "ddp" else {}
-        made = Task(method, self.setup, self.columns, plan.steps, plan.warmup, plan.seconds, bucket_mb, options)
-        return replace(made, **changes)
+        made = Task(
+            method,
+            self.setup,
+            self.columns,
+            plan.steps,
+            plan.warmup,
+            plan.seconds,
+            bucket_mb=bucket_mb,
+            options=options,
+        )
+        made = replace(made, **changes)
+        return replace(made, timeout=self.patience(made))
 
     def run(self, what: str, task: Task) -> list[dict[str, Any]]:
         self.progress(f"{task.method}: {what}", self.done, self.total)
-        told = self.pool.run(work, task, timeout=self.patience(task))
+        told = self.pool.run(work, task, timeout=2 * task.timeout)  # a worker says first whom it waits for
         self.done += 1
         return told
 
     def patience(self, task: Task) -> float:
-        """Far longer than any method should need: compute and a whole all-reduce, one after the other, ten times."""
+        """Far longer than any method should need: compute and a whole all-reduce, one after the other, five times."""
         rates = [r for r in (self.setup.rates.default, *self.setup.rates.pairs.values()) if r is not None]
         step = float(self.table.max()) + (2 * self.setup.model_bytes * 8 / min(rates) if rates else 0.0)
         steps = task.warmup + task.steps + 5
-        return 120.0 + 10 * steps * step + 2 * (task.seconds or 0.0)
+        return 120.0 + 5 * steps * step + (task.seconds or 0.0)
 
     def best_bucket(self, method: Method) -> tuple[float | None, list[dict[str, Any]]]:
         """The fastest bucket size of a short sweep, and the sweep."""
-        if self.plan.bucket_mb is not None:
-            return self.plan.bucket_mb, []
-        sizes = bucket_sizes(method, self.setup)
-        if not self.plan.sweep_steps:
+        sizes = self.plan.sizes(method, self.setup)
+        if len(sizes) == 1:
             return sizes[0], []
         tried: list[dict[str, Any]] = []
         for size in sizes:
-            task = self.task(method, size, steps=self.plan.sweep_steps, seconds=None, warmup=3)
+            task = self.task(method, size, steps=self.plan.sweep_steps, seconds=None, warmup=SWEEP_WARMUP)
             told = self.run(f"buckets of {size:.3g} MiB" if size else "its own buckets", task)
             tried.append({"bucket_mb": size, "step_ms": 1e3 * step_seconds(told)})
         best = min(tried, key=lambda t: float(t["step_ms"]))
@@ -109,25 +143,47 @@ def run(
 ) -> dict[str, Any]:
     """`{"results": [...], "cluster": {...}, ...}` of all methods; with `plan.trace` also one timeline a method."""
     plan = plan or Plan()
+    refused = _refused(setup, methods)
+    with setup.cluster() as cluster, cluster.pool() as pool:
+        results = _measure(_Bench(setup, plan, pool, progress), methods, refused)
+    note_drops(results, cluster.dropped)
+    return _report(setup, plan, cluster, results)
+
+
+def expected(setup: Setup, methods: Sequence[Method], plan: Plan) -> tuple[int, float]:
+    """How many runs a benchmark has, and how many seconds they take at least: every step at its limit, DDP's by the
+    bytes of a ring, gossip's by compute alone, and for every run its start and the model's way to all nodes."""
+    refused, table, rate = _refused(setup, methods), plan.table(setup), setup.rates.default
+    start = START_SECONDS + (2 * setup.model_bytes * 8 / rate if rate is not None and len(setup.per_node) > 1 else 0.0)
+    count, seconds = 0, 0.0
+    for method in methods:
+        if method not in refused:
+            moved = all_reduced(setup, method) if method.algorithm == "ddp" and len(setup.per_node) > 1 else None
+            step, _ = limit_seconds(setup, compute_seconds(method, table), moved)
+            runs = plan.runs(method, setup)
+            count += len(runs)
+            seconds += sum(runs) * step + len(runs) * start + plan.repeats * (plan.seconds or 0.0)
+    return count, seconds
+
+
+def _refused(setup: Setup, methods: Sequence[Method]) -> dict[Method, str]:
+    """The methods that cannot take part, and why."""
     if not methods:
         raise InputError("there is nothing to compare; name at least one method, e.g. ddp,dadam:aer")
     names = [str(m) for m in methods]
     if len(set(names)) < len(names):
         raise InputError(f"a method is listed twice in {','.join(names)}; list each once")
-    refused = {m: why for m in methods if (why := why_not(m, setup)) is not None}
-    with setup.cluster() as cluster, cluster.pool() as pool:
-        results = _measure(_Bench(setup, plan, pool, progress), methods, refused)
-    return _report(setup, plan, cluster, results)
+    return {m: why for m in methods if (why := why_not(m, setup)) is not None}
 
 
 def _measure(bench: _Bench, methods: Sequence[Method], refused: dict[Method, str]) -> list[dict[str, Any]]:
     plan = bench.plan
     taking_part = [m for m in methods if m not in refused]
-    swept = 0 if plan.bucket_mb or not plan.sweep_steps else sum(len(bucket_sizes(m, bench.setup)) for m in taking_part)
-    bench.total = swept + len(taking_part) * (plan.repeats + (plan.trace is not None))
+    bench.total = sum(len(plan.runs(m, bench.setup)) for m in taking_part)
     buckets: dict[Method, float | None] = {}
     sweeps: dict[Method, list[dict[str, Any]]] = {}
     runs: dict[Method, list[list[dict[str, Any]]]] = {m: [] for m in taking_part}
+    drawn: dict[Method, list[int]] = {}  # where each worker's measured steps begin in the timeline
 
     for method in taking_part:
         with _may_refuse(method, refused):
@@ -141,15 +197,16 @@ def _measure(bench: _Bench, methods: Sequence[Method], refused: dict[Method, str
         for method in taking_part:
             if method not in refused:
                 where = str(trace_folder(plan.trace, method))
-                bench.run("timeline", bench.task(method, buckets[method], steps=TRACE_STEPS, seconds=None, trace=where))
-    mean = float(bench.table[plan.warmup :].mean())
-    cores = os.cpu_count() or 1
+                task = bench.task(method, buckets[method], steps=TRACE_STEPS, seconds=None, trace=where)
+                drawn[method] = [t["warmed"] for t in bench.run("timeline", task)]
     results: list[dict[str, Any]] = []
     for method in methods:
         if method in refused:
             results.append({"method": str(method), "skipped": refused[method]})
             continue
-        made = summarize(method, bench.setup, runs[method], mean, buckets[method], cores)
+        compute = compute_seconds(method, bench.table[plan.warmup :])
+        made = summarize(method, bench.setup, runs[method], compute, buckets[method], usable_cores())
+        made |= {"timeline_from": drawn[method]} if method in drawn else {}
         results.append({**made, "sweep": sweeps[method], "runs": runs[method]})
     add_speedups(results)
     return results
@@ -167,8 +224,6 @@ def _may_refuse(method: Method, refused: dict[Method, str]) -> Iterator[None]:
 
 
 def _report(setup: Setup, plan: Plan, cluster: Cluster, results: list[dict[str, Any]]) -> dict[str, Any]:
-    table = setup.table(plan.warmup + plan.steps, plan.seed)[plan.warmup :]
-    mean, slowest = float(table.mean()), float(np.mean(table.max(axis=1)))
     return {
         "results": results,
         "cluster": {**cluster.describe(), **setup.describe()},
@@ -180,12 +235,7 @@ def _report(setup: Setup, plan: Plan, cluster: Cluster, results: list[dict[str, 
             "warmup": plan.warmup,
             **plan.options,
         },
-        # What DDP would reach if communication were free, and how much gossip could gain over that.
-        "ideal": {
-            "mean_compute_ms": 1e3 * mean,
-            "ddp_ms": 1e3 * slowest,
-            "speedup_vs_ddp": slowest / mean if mean else None,
-        },
+        "ideal": ideal(plan.table(setup)[plan.warmup :]),
     }
 
 
@@ -193,10 +243,10 @@ def trace_folder(trace: Path, method: Method | str) -> Path:
     return trace / str(method).replace(":", "-")
 
 
-def timeline(folder: Path, label: str, warmup: int = WARMUP, steps: int = TRACE_STEPS) -> Trace:
-    """The measured timeline of a method after its warm-up, from time 0."""
+def timeline(folder: Path, label: str, first: Sequence[int], steps: int = TRACE_STEPS) -> Trace:
+    """The measured timeline of a method, from time 0: of every worker the steps from its `first` on."""
     whole = merge(folder)
-    inside = [s for s in whole.spans if warmup <= s.attrs.get("step", -1) < warmup + steps]
+    inside = [s for s in whole.spans if 0 <= s.attrs.get("step", -1) - first[s.worker] < steps]
     if not inside:
         raise InputError(f"the trace in {folder} has no steps after its warm-up; record it again")
     begin, end = min(s.start for s in inside), max(s.end for s in inside)

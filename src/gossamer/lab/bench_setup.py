@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from gossamer.runtime.predict import derived
 
 MiB = 2**20
 MODEL_MB = 4.0
+BUCKETS = (16, 8, 4, 2)  # how many buckets are tried
 SECONDS_A_WORKER = 0.05  # compute of a dilated cluster's step: two cores then stay below half busy
 DECENT_DP = {
     "aer": "alternating-exp-ring",
@@ -137,7 +138,10 @@ def parse_links(text: str) -> dict[tuple[int, int], str]:
         ends = pair.split("-")
         if not equals or len(ends) != 2 or not all(e.strip().isdigit() for e in ends):
             raise InputError(f"links are written FROM-TO=RATE, got {piece!r}; write e.g. 0-3=10mbit,1-2=none")
-        made[int(ends[0]), int(ends[1])] = rate.strip()
+        a, b = sorted(map(int, ends))
+        if (a, b) in made:
+            raise InputError(f"the link {a}-{b} is listed twice in {text!r}; give it one rate, for both directions")
+        made[a, b] = rate.strip()
     return made
 
 
@@ -147,14 +151,17 @@ def format_links(setup: Setup) -> str:
     return format_rate(rates.default) + (f" ({pairs})" if pairs else "")
 
 
-def bucket_sizes(method: Method, setup: Setup) -> tuple[float | None, ...]:
-    """Bucket sizes in MiB to try: 16, 8, 4, 2 and 1 buckets, as far as they differ; first the package's own choice.
+def bucket_sizes(method: Method, setup: Setup, counts: Sequence[int] = BUCKETS) -> tuple[float | None, ...]:
+    """Bucket sizes in MiB to try: `counts` buckets, as far as they differ; first the package's own choice.
+
+    Asynchronous methods exchange the whole model and wait for no bucket: there is nothing to choose.
 
     DDP and Decent-DP close a bucket with the parameter that fills it and cut none, so there are no more buckets than
     layers. Sizes are a hundredth smaller, so that whole layers fill their bucket and not one more.
     """
     whole = setup.model_bytes / MiB
-    counts = [16, 8, 4, 2]
+    if method.asynchronous:
+        return (None,)
     if method.package != "gossamer":
         counts = sorted({min(c, setup.layers) for c in counts}, reverse=True)
         own = 25.0  # the default of both

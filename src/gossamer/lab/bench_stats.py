@@ -8,18 +8,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from gossamer.lab.bench_setup import Setup
 from gossamer.lab.cpu import SATURATED
-from gossamer.runtime.methods import WIRES, Method
+from gossamer.runtime.compute import Table
+from gossamer.runtime.methods import WIRES, Method, parse
 
 Told = Sequence[Mapping[str, Any]]  # by rank, as `bench_worker.work` returns it
 
 
-def step_seconds(told: Told) -> float:
+def step_seconds(told: Told, *, asynchronous: bool = False) -> float:
     """Seconds a step: from the moment the last worker had ended its warm-up until the last one was done.
 
-    Where workers take different numbers of steps in a given time, over the mean number.
+    Where workers take different numbers of steps in a given time, over the mean number. Asynchronous workers have
+    windows of their own: n / sum(steps_i / time_i), one over the mean of their rates.
     """
+    if asynchronous:
+        return len(told) / max(1e-9, sum(steps_per_second(told)))
     begin, end = max(t["begin"] for t in told), max(t["end"] for t in told)
     return float((end - begin) / max(1.0, statistics.fmean(t["steps"] for t in told)))
 
@@ -27,6 +33,28 @@ def step_seconds(told: Told) -> float:
 def steps_per_second(told: Told) -> list[float]:
     """Each worker's own rate."""
     return [t["steps"] / max(1e-9, t["end"] - t["begin"]) for t in told]
+
+
+def compute_seconds(method: Method, table: Table) -> float:
+    """What compute alone allows a step: the mean; of asynchronous workers n / sum(1 / c_i), c_i each one's own mean."""
+    if not method.asynchronous:
+        return float(table.mean())
+    own = table.mean(axis=0)
+    return float(len(own) / np.sum(1 / own)) if own.all() else 0.0
+
+
+def ideal(table: Table) -> dict[str, float | None]:
+    """What jitter alone allows: DDP the slowest worker's compute of every step, gossip the mean, asynchronous gossip
+    the harmonic mean over workers."""
+    slowest, mean = float(np.mean(table.max(axis=1))), float(table.mean())
+    own_pace = compute_seconds(parse("ad-psgd"), table)
+    return {
+        "mean_compute_ms": 1e3 * mean,
+        "ddp_ms": 1e3 * slowest,
+        "speedup_vs_ddp": slowest / mean if mean else None,
+        "asynchronous_ms": 1e3 * own_pace,
+        "asynchronous_speedup_vs_ddp": slowest / own_pace if own_pace else None,
+    }
 
 
 @dataclass(frozen=True)
@@ -41,37 +69,46 @@ class Traffic:
 
 
 def traffic(method: Method, setup: Setup, told: Told) -> Traffic | None:
-    """What crossed between nodes; None where nothing counts it (a peer on loopback)."""
+    """What crossed between nodes; None where nothing counts it (a peer on loopback).
+
+    A step is a worker's own, or, where each has its own pace, the mean one: `step_seconds` of its window.
+    """
     nodes = [node for node, count in enumerate(setup.per_node) for _ in range(count)]
     if len(setup.per_node) == 1:
         return Traffic(0.0, 0.0, {}, "one node")
+    steps = [max(1.0, t["steps"]) for t in told]
+    if method.asynchronous:
+        step = step_seconds(told, asynchronous=True)
+        steps = [max(1.0, (t["end"] - t["begin"]) / step) for t in told]
     pairs: defaultdict[tuple[int, int], float] = defaultdict(float)  # (from, to)
     sent = dict.fromkeys(range(len(setup.per_node)), 0.0)
     for rank, t in enumerate(told):
         for peer, size in t["sent"].items():
             if nodes[peer] != nodes[rank]:
-                pairs[nodes[rank], nodes[peer]] += size / max(1, t["steps"])
-                sent[nodes[rank]] += size / max(1, t["steps"])
+                pairs[nodes[rank], nodes[peer]] += size / steps[rank]
+                sent[nodes[rank]] += size / steps[rank]
     firsts = [nodes.index(node) for node in range(len(setup.per_node))]
     if all(told[r]["interface"] is not None for r in firsts):
-        ways = [[told[r]["interface"][way] / max(1, told[r]["steps"]) for r in firsts] for way in ("sent", "received")]
+        ways = [[told[r]["interface"][way] / steps[r] for r in firsts] for way in ("sent", "received")]
         return Traffic(max(max(w) for w in ways), statistics.fmean(ways[0]), dict(pairs), "kernel")
     if pairs:
         received: defaultdict[int, float] = defaultdict(float)
         for (_, node), size in pairs.items():
             received[node] += size
         return Traffic(max(*sent.values(), *received.values()), statistics.fmean(sent.values()), dict(pairs), "engine")
-    if method.algorithm == "ddp":
-        n = setup.n
-        size = 2 * (n - 1) / n * setup.model_bytes * WIRES[method.wire] / 4
-        return Traffic(size, size, {}, "formula")
-    return None
+    return all_reduced(setup, method) if method.algorithm == "ddp" else None
 
 
-def limit_seconds(setup: Setup, mean_compute: float, moved: Traffic | None) -> tuple[float, str]:
-    """max(mean compute, bytes / bandwidth) over the nodes' interfaces and the pairs with a rate of their own."""
+def all_reduced(setup: Setup, method: Method) -> Traffic:
+    """A ring all-reduce of the whole model: 2 (n-1)/n S bytes leave every node."""
+    size = 2 * (setup.n - 1) / setup.n * setup.model_bytes * WIRES[method.wire] / 4
+    return Traffic(size, size, {}, "formula")
+
+
+def limit_seconds(setup: Setup, compute: float, moved: Traffic | None) -> tuple[float, str]:
+    """max(compute, bytes / bandwidth) over the nodes' interfaces and the pairs with a rate of their own."""
     rates = setup.rates
-    causes = [(mean_compute, "compute")]
+    causes = [(compute, "compute")]
     if moved is not None and rates.default is not None:
         causes.append((moved.busiest * 8 / rates.default, "link"))
     if moved is not None:
@@ -92,18 +129,18 @@ def waiting(told: Told) -> dict[str, float]:
 
 
 def summarize(
-    method: Method, setup: Setup, runs: Sequence[Told], mean_compute: float, bucket_mb: float | None, cores: int
+    method: Method, setup: Setup, runs: Sequence[Told], compute: float, bucket_mb: float | None, cores: float
 ) -> dict[str, Any]:
-    """One entry of `results` from a method's repeats."""
-    samples = [step_seconds(told) for told in runs]
+    """One entry of `results` from a method's repeats; `compute` is its `compute_seconds`."""
+    samples = [step_seconds(told, asynchronous=method.asynchronous) for told in runs]
     step = statistics.median(samples)
     moved = [traffic(method, setup, told) for told in runs]
     counted = [m for m in moved if m is not None]
     middle = sorted(counted, key=lambda m: m.busiest)[len(counted) // 2] if counted else None
-    limit, by = limit_seconds(setup, mean_compute, middle)
+    limit, by = limit_seconds(setup, compute, middle)
     use = [told[0]["cpu_use"] for told in runs if told[0]["cpu_use"] is not None]
-    own = [sum(t["own_cpu_seconds"] for t in told) / s / max(1, told[0]["steps"]) / cores
-           for told, s in zip(runs, samples, strict=True)]  # fmt: skip
+    busy = use != [] and max(use) > SATURATED
+    own = [sum(t["own_cpu_seconds"] / max(1e-9, t["end"] - t["begin"]) for t in told) / cores for told in runs]
     waits: defaultdict[str, list[float]] = defaultdict(list)
     for told in runs:
         for cause, ms in waiting(told).items():
@@ -117,13 +154,14 @@ def summarize(
         "multiple_of_limit": step / limit if limit else None,
         "limit_ms": 1e3 * limit,
         "limit_by": by,
-        "multiple_of_compute": step / mean_compute if mean_compute else None,
+        "multiple_of_compute": step / compute if compute else None,
         "bytes_per_step": None if middle is None else round(middle.busiest),
         "bytes_counted_by": None if middle is None else middle.counted,
         "waiting_ms": {c: sum(v) / len(runs) for c, v in waits.items()},
         "cpu_use": max(use) if use else None,
         "own_cpu_use": statistics.median(own),
-        "valid": all(u <= SATURATED for u in use) if use else None,
+        "valid": not busy if use else None,
+        "invalid_because": f"the cores were {max(use):.0%} busy" if busy else None,
         "bucket_mb": bucket_mb,
         "network": setup.network,
         "steps_per_second_by_worker": by_worker,
@@ -135,6 +173,14 @@ def _skipped(runs: Sequence[Told]) -> float | None:
     """How many of the steps went on without mixing (staleness)."""
     counts = [(t["skipped_mixes"], t["steps"]) for told in runs for t in told if t["skipped_mixes"] is not None]
     return sum(s for s, _ in counts) / max(1, sum(n for _, n in counts)) if counts else None
+
+
+def note_drops(results: list[dict[str, Any]], dropped: int | None) -> None:
+    """Packets that the lab's queues dropped make every result invalid: links were slower than they should be."""
+    for r in results:
+        if dropped and "skipped" not in r:
+            reasons = (r["invalid_because"], f"the lab's queues dropped {dropped} packets")
+            r["valid"], r["invalid_because"] = False, " and ".join(filter(None, reasons))
 
 
 def add_speedups(results: list[dict[str, Any]]) -> None:

@@ -1,8 +1,9 @@
 """What a worker of a benchmark does: train the emulated model by one method and tell what it took.
 
 All workers start together at a barrier; the warm-up (connections, buffers, and the waits of a steady state) is not
-counted, and there is no second barrier, which would grant gossip a head start. Times are `time.monotonic()`, one clock
-for all workers of the machine.
+counted, and there is no second barrier, which would grant gossip a head start. Asynchronous workers warm up until all
+have exchanged, and go on after their window until all are done: at no time of it is a partner missing. Times are
+`time.monotonic()`, one clock for all workers of the machine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 from torch import nn
 
 import gossamer
-from gossamer.comm import baseline, world
+from gossamer.comm import PrefixStore, baseline, default_store, world
+from gossamer.errors import GossamerError
 from gossamer.lab.bench_setup import DECENT_DP, Setup, emulated
 from gossamer.lab.cpu import CpuTimes
 from gossamer.lab.emulate import FORWARD, EmulatedModel
@@ -38,10 +40,10 @@ class Task:
     steps: int
     warmup: int
     seconds: float | None = None  # run for this long instead of `steps`
+    timeout: float = 120.0  # how long a worker waits for another
     bucket_mb: float | None = None
     options: dict[str, Any] = field(default_factory=dict)  # for decentralize
     trace: str | None = None
-    timeout: float = 120.0
 
 
 @dataclass
@@ -76,6 +78,11 @@ class Trainer:
             self.watch("wait", computed, end, here)
             self.watch("step", end, time.perf_counter(), here)
         self.taken += 1
+
+    def exchanging(self) -> bool:
+        """Whether this worker has exchanged, or has nobody to exchange with."""
+        stats = self.gossip.stats()
+        return stats["rounds"] > 0 or not stats["bytes_sent_by_peer"]
 
     def counters(self) -> dict[str, float]:
         """Seconds waited by cause, as `wait:CAUSE`, and bytes by destination, as `sent:RANK`."""
@@ -141,7 +148,7 @@ def _decent_dp(task: Task, model: EmulatedModel, watch: Watch | None) -> Trainer
 
 
 def work(rank: int, task: Task) -> dict[str, Any]:
-    """Train, and return `begin`, `end`, `steps`, and what the window between them cost."""
+    """Train, and return `begin`, `end`, `steps`, what the window between them cost, and the steps `warmed` before."""
     torch.set_num_threads(1)
     _, size = world.join_world()
     writer, watch = _recorder(task, rank, size)
@@ -151,6 +158,11 @@ def work(rank: int, task: Task) -> dict[str, Any]:
     warm = time.monotonic()
     for _ in range(task.warmup):
         training.step()
+    everyone = _Everyone(size, task.timeout) if task.method.asynchronous else None
+    if everyone is not None:
+        everyone.step_until(training, "exchanging", training.exchanging)
+        model.step = task.warmup - 1  # however long it took: all methods are measured with the same compute times
+    warmed = training.taken
     steps, deadline = _until(task, training, warm)
     before, begin = _readings(training), time.monotonic()
     taken = 0
@@ -159,11 +171,39 @@ def work(rank: int, task: Task) -> dict[str, Any]:
         taken += 1
     end = time.monotonic()
     after = _readings(training)
+    if everyone is not None:
+        everyone.step_until(training, "done", lambda: True)
     training.finish()
     if writer is not None:
         writer.close()
     world.leave_world()
-    return {"begin": begin, "end": end, "steps": taken, **_spent(before, after)}
+    return {"begin": begin, "end": end, "steps": taken, "warmed": warmed, **_spent(before, after)}
+
+
+class _Everyone:
+    """Asynchronous workers that wait for each other without standing still, by counters in the job's store."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self._size, self._timeout = size, timeout
+        store = default_store().clone()  # type: ignore[attr-defined]  # others may block on theirs
+        self._store = PrefixStore("gossamer/bench", store)
+
+    def step_until(self, training: Trainer, what: str, ready: Callable[[], bool]) -> None:
+        """Step until all workers are ready; they see it within a step of each other."""
+        said, since = False, time.monotonic()
+        while True:
+            if not said and ready():
+                self._store.add(what, 1)
+                said = True
+            missing = self._size - self._store.add(what, 0)
+            if not missing:
+                return
+            if time.monotonic() - since > self._timeout:
+                raise GossamerError(
+                    f"{missing} of {self._size} workers were not {what} after {self._timeout:.0f} s of steps; "
+                    "use a smaller model or faster links"
+                )
+            training.step()
 
 
 def _until(task: Task, training: Trainer, warm: float) -> tuple[int, float | None]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.errors import InputError
+from gossamer.runtime.methods import parse
 
 SUFFIXES = (".svg", ".png", ".pdf")
 BASELINE, PEER, OURS = "#a3a7ad", "#e0a13c", ("#3b73b9", "#2a9d8f", "#7a5bb5", "#74a9d8", "#1d3f6e")
@@ -24,8 +25,8 @@ def check_path(path: str | Path) -> Path:
 def draw_bars(benches: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: str | Path) -> Path:
     """One group of bars a benchmark: step times with their spread, DDP grey, peers amber, Gossamer blue and green.
 
-    The number on a bar is its speed-up over DDP; a line marks the mean compute time, which no method can beat; a bar
-    whose cores were saturated is hatched.
+    The number on a bar is its speed-up over DDP; a line marks the mean compute time, which no method in step can beat,
+    a dotted one that of workers at their own pace, for asynchronous methods; an invalid bar is hatched.
     """
     path = check_path(path)
     groups = [benches] if isinstance(benches, Mapping) else list(benches)
@@ -74,6 +75,9 @@ def draw_bars(benches: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: st
                 )
         compute = group["ideal"]["mean_compute_ms"]
         axis.hlines(compute, left, left + 0.82, colors="#333333", linestyles="dashed", linewidth=1)
+        if _asynchronous(group):
+            own_pace = group["ideal"]["asynchronous_ms"]
+            axis.hlines(own_pace, left, left + 0.82, colors="#333333", linestyles="dotted", linewidth=1)
     axis.set_xticks(range(len(groups)), [_label(g) for g in groups], fontsize=8)
     axis.set_ylabel("step time (ms)")
     axis.margins(y=0.12)
@@ -82,8 +86,10 @@ def draw_bars(benches: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: st
         axis.spines[spine].set_visible(False)
     handles: list[Any] = [Patch(color=colors[name], label=name) for name in names]
     handles.append(Line2D([], [], color="#333333", linestyle="dashed", linewidth=1, label="mean compute"))
+    if any(map(_asynchronous, groups)):
+        handles.append(Line2D([], [], color="#333333", linestyle="dotted", linewidth=1, label="compute, own pace"))
     if invalid:
-        handles.append(Patch(facecolor="white", edgecolor="#333333", hatch="///", label="INVALID: cores saturated"))
+        handles.append(Patch(facecolor="white", edgecolor="#333333", hatch="///", label="INVALID"))
     figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=8, frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -104,6 +110,37 @@ def _colors(names: Sequence[str]) -> dict[str, Any]:
     return made
 
 
+def _asynchronous(bench: Mapping[str, Any]) -> bool:
+    """Whether an asynchronous method was measured, and its limit is known (older records lack it)."""
+    measured = (r["method"] for r in bench["results"] if "skipped" not in r)
+    return "asynchronous_ms" in bench["ideal"] and any(parse(m).asynchronous for m in measured)
+
+
+def invalid_note(bench: Mapping[str, Any]) -> str:
+    """Which results are worth nothing and why; empty if none is known to be."""
+    reasons: dict[str, list[str]] = {}
+    for r in bench["results"]:
+        if r.get("valid") is False:
+            reasons.setdefault(r["invalid_because"], []).append(r["method"])
+    told = "; ".join(f"{reason} ({', '.join(methods)})" for reason, methods in reasons.items())
+    return f"INVALID: {told}." if told else ""
+
+
+def ideal_words(bench: Mapping[str, Any]) -> str:
+    """What jitter alone allows, in words."""
+    best = bench["ideal"]
+    text = (
+        f"DDP needs at least {best['ddp_ms']:.1f} ms; mean compute is {best['mean_compute_ms']:.1f} ms, so gossip can "
+        f"gain {_number(best['speedup_vs_ddp'])} times"
+    )
+    if not _asynchronous(bench):
+        return text
+    return (
+        f"{text}, and workers at their own pace need {best['asynchronous_ms']:.1f} ms, so asynchronous gossip can gain "
+        f"{_number(best['asynchronous_speedup_vs_ddp'])} times"
+    )
+
+
 def _label(bench: Mapping[str, Any]) -> str:
     c = bench["cluster"]
     name = f"{c['name']}, " if c["name"] else ""
@@ -114,11 +151,12 @@ def _label(bench: Mapping[str, Any]) -> str:
 
 def markdown(bench: Mapping[str, Any]) -> str:
     """The results as a table for a record's README."""
-    c = bench["cluster"]
+    c, plan = bench["cluster"], bench["plan"]
+    length = f"{plan['steps']} steps" if plan.get("seconds") is None else f"{plan['seconds']:g} s"
     lines = [
         f"{c['nodes']} nodes, workers {c['per_node']}, links {c['link']} {c['links'] or ''} ({c['network']}), compute "
         f"{c['compute_seconds']:g} s, jitter {c['jitter']}, {c['model_mb']:g} MB, γ {_number(c['gamma'])}; "
-        f"{bench['plan']['repeats']} repeats of {bench['plan']['steps']} steps, in turn.",
+        f"{plan['repeats']} repeats of {length}, in turn.",
         "",
         "| method | ms a step | spread | × DDP | × limit | limit by | waiting ms | MB a step | bucket MiB | CPU |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -130,18 +168,13 @@ def markdown(bench: Mapping[str, Any]) -> str:
         low, high = r["step_ms_spread"]
         waits = ", ".join(f"{cause} {ms:.1f}" for cause, ms in r["waiting_ms"].items()) or "0"
         size = None if r["bytes_per_step"] is None else r["bytes_per_step"] / 1e6
-        busy = _number(None if r["cpu_use"] is None else 100 * r["cpu_use"], 0)
+        busy = "-" if r["cpu_use"] is None else f"{100 * r['cpu_use']:.0f} %"
         lines.append(
             f"| {r['method']} | {r['step_ms']:.1f} | {low:.1f} to {high:.1f} | {_number(r['speedup_vs_ddp'])} | "
             f"{_number(r['multiple_of_limit'])} | {r['limit_by']} | {waits} | {_number(size)} | "
-            f"{_number(r['bucket_mb'])} | {busy} %{'' if r['valid'] is not False else ' INVALID'} |"
+            f"{_number(r['bucket_mb'])} | {busy}{'' if r['valid'] is not False else ' INVALID'} |"
         )
-    best = bench["ideal"]
-    lines += [
-        "",
-        f"Mean compute {best['mean_compute_ms']:.1f} ms; DDP with free links at least {best['ddp_ms']:.1f} ms, so the "
-        f"ideal gain over it is {_number(best['speedup_vs_ddp'])}.",
-    ]
+    lines += ["", f"With free links {ideal_words(bench)}."]
     return "\n".join(lines)
 
 
