@@ -72,7 +72,7 @@ def main() -> None:
                 console.print(
                     f"{rate:8} {jitter:14} {method:10} predicted {row['predicted_ms']:7.1f} ms, measured "
                     f"{row['measured_ms']:7.1f} ms, error {100 * row['error']:+5.1f} %, "
-                    f"CPU {100 * row['cpu_use']:.0f} %{'' if row['valid'] else ' INVALID'}",
+                    f"CPU {100 * row['cpu_use']:.0f} %{' INVALID' if row['valid'] is False else ''}",
                     markup=False,
                 )
     data, summary = judge(rows)
@@ -97,7 +97,7 @@ def judge(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
     lines = ["| link | jitter | method | predicted | measured | error | CPU |", "|---|---|---|---|---|---|---|"]
     lines += [
         f"| {r['link']} | {r['jitter']} | {r['method']} | {r['predicted_ms']:.0f} ms | {r['measured_ms']:.0f} ms | "
-        f"{100 * r['error']:+.1f} % | {100 * r['cpu_use']:.0f} %{'' if r['valid'] else ' INVALID'} |"
+        f"{100 * r['error']:+.1f} % | {100 * r['cpu_use']:.0f} %{' INVALID' if r['valid'] is False else ''} |"
         for r in rows
     ]
     lines += [
