@@ -1,5 +1,6 @@
 """Links between workers: what is refused, what is forgotten, and that strangers harm nobody."""
 
+import errno
 import json
 import socket
 import struct
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from gossamer.comm.frames import HEADER, MAGIC, Header, Kind, Refused, greet
 from gossamer.comm.inbox import Inbox, Key
-from gossamer.comm.links import Links, Lost
+from gossamer.comm.links import STRANGERS, Links, Lost
 
 RUN = bytes(range(8))
 PLAN = b"the plan"
@@ -242,6 +243,67 @@ def test_garbage_on_the_port(besieged, data):
 @given(data=st.one_of(st.binary(max_size=4000), hello_like))
 def test_much_garbage_on_the_port(besieged, data):
     attack(besieged, data)
+
+
+class Exhausted:
+    """A listening socket whose worker has no descriptor left for a while."""
+
+    def __init__(self, listener, times):
+        self._listener, self.times = listener, times
+
+    def accept(self):
+        if self.times > 0:
+            self.times -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+    def __getattr__(self, name):
+        return getattr(self._listener, name)
+
+
+def test_a_worker_without_descriptors_listens_again_later(pair):
+    zero, one, _ = pair
+    one.peer(0).link.close("for this test")
+    zero._listener = Exhausted(zero._listener, 3)
+    socket.create_connection(zero.address, timeout=5).close()  # the call of accept that was under way
+    until(lambda: zero._listener.times == 0)
+    until(lambda: one.connect(one.peer(0)), 5)
+
+
+def test_silent_strangers_are_few_and_keep_nobody_out(pair):
+    zero, one, _ = pair
+    one.peer(0).link.close("for this test")
+    until(lambda: zero.peer(1).link is None)
+    strangers = [socket.create_connection(zero.address, timeout=5) for _ in range(2 * STRANGERS)]
+    until(lambda: one.connect(one.peer(0)), 1)  # before the first of them is sent away for being slow
+    until(lambda: [t.name for t in threading.enumerate()].count("gossamer-hello") <= STRANGERS, 1)
+    assert strangers[0].recv(100).startswith(MAGIC)
+    assert strangers[0].recv(100) == b""  # the oldest had to go
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_stranger_that_speaks_slowly_is_not_waited_for_byte_by_byte():
+    ours, theirs = socket.socketpair()
+    stop = threading.Event()
+
+    def drip():
+        while not stop.wait(0.05):
+            with suppress(OSError):
+                theirs.send(MAGIC[:1])
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    began = time.monotonic()
+    try:
+        with pytest.raises(TimeoutError):
+            greet(ours, {}, first=False, seconds=0.3)
+        assert time.monotonic() - began < 0.8  # 20 bytes would have taken a second
+    finally:
+        stop.set()
+        thread.join()
+        ours.close()
+        theirs.close()
 
 
 @given(data=st.binary(min_size=HEADER.size, max_size=HEADER.size))

@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import struct
+import time
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -22,6 +23,7 @@ from gossamer.errors import GossamerError
 MAGIC = b"GSM1"
 NONCE = 16
 LONGEST_HELLO = 4096
+HANDSHAKE = 2.0  # seconds for all of it
 HEADER = struct.Struct("!4sBBHIQIHQ8s8s")
 
 
@@ -90,35 +92,45 @@ def token() -> bytes:
     return os.environ.get("GOSSAMER_TOKEN", "").encode()
 
 
-def greet(connection: socket.socket, mine: dict[str, Any], *, first: bool) -> dict[str, Any]:
+def greet(
+    connection: socket.socket, mine: dict[str, Any], *, first: bool, seconds: float = HANDSHAKE
+) -> dict[str, Any]:
     """Exchange hellos with proof of the token; the other side's. `first`: this side opened the connection.
 
     Both send a nonce; then each sends its hello with HMAC(token, the other's nonce + hello). The side that opened
-    shows itself first. Raises Refused for a wrong proof or for bytes that are no hello.
+    shows itself first. Raises Refused for a wrong proof or for bytes that are no hello, TimeoutError when all that is
+    not over within `seconds`, however it is spread. The timeout of `connection` is to be set anew afterwards.
     """
+    deadline = time.monotonic() + seconds
+    connection.settimeout(seconds)
     nonce = os.urandom(NONCE)
     connection.sendall(MAGIC + nonce)
-    theirs = read_exactly(connection, len(MAGIC) + NONCE)
+    theirs = read_exactly(connection, len(MAGIC) + NONCE, deadline)
     if theirs[: len(MAGIC)] != MAGIC:
         raise Refused(f"whoever connected does not speak Gossamer: it began with {bytes(theirs[:8]).hex()}")
     other = bytes(theirs[len(MAGIC) :])
     if first:
         _show(connection, mine, other, b"opened")
-        return _hear(connection, nonce, b"accepted")
-    hello = _hear(connection, nonce, b"opened")
+        return _hear(connection, nonce, b"accepted", deadline)
+    hello = _hear(connection, nonce, b"opened", deadline)
     _show(connection, mine, other, b"accepted")
     return hello
 
 
-def read_exactly(connection: socket.socket, size: int) -> bytearray:
+def read_exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytearray:
     data = bytearray(size)
-    read_into(connection, memoryview(data))
+    read_into(connection, memoryview(data), deadline)
     return data
 
 
-def read_into(connection: socket.socket, view: memoryview) -> None:
-    """Fill `view`; ConnectionError when the other side hangs up first."""
+def read_into(connection: socket.socket, view: memoryview, deadline: float | None = None) -> None:
+    """Fill `view`; ConnectionError when the other side hangs up first, TimeoutError at the deadline if there is one."""
     while len(view):
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("the other side was too slow")
+            connection.settimeout(left)
         got = connection.recv_into(view)
         if got == 0:
             raise ConnectionError("the other side closed the connection")
@@ -130,12 +142,12 @@ def _show(connection: socket.socket, hello: dict[str, Any], nonce: bytes, role: 
     connection.sendall(struct.pack("!I", len(text)) + text + _proof(nonce, role, text))
 
 
-def _hear(connection: socket.socket, nonce: bytes, role: bytes) -> dict[str, Any]:
-    (length,) = struct.unpack("!I", read_exactly(connection, 4))
+def _hear(connection: socket.socket, nonce: bytes, role: bytes, deadline: float) -> dict[str, Any]:
+    (length,) = struct.unpack("!I", read_exactly(connection, 4, deadline))
     if not 0 < length <= LONGEST_HELLO:
         raise Refused(f"a hello of {length} bytes is none of ours")
-    text = bytes(read_exactly(connection, length))
-    proof = bytes(read_exactly(connection, hashlib.sha256().digest_size))
+    text = bytes(read_exactly(connection, length, deadline))
+    proof = bytes(read_exactly(connection, hashlib.sha256().digest_size, deadline))
     if not hmac.compare_digest(proof, _proof(nonce, role, text)):
         raise Refused("whoever connected does not know this job's token; set the same GOSSAMER_TOKEN on every worker")
     try:

@@ -23,7 +23,8 @@ from gossamer.comm.inbox import Inbox, Key
 CHUNK = 2**20  # bytes read or written at once
 ENOUGH = 2**17  # bytes to wake up for
 POLL = 0.05  # seconds between looks at whether a send was given up
-CONNECT = 1.0  # seconds for a connection and its handshake
+CONNECT = 1.0  # seconds for a connection
+STRANGERS = 64  # handshakes at once; whoever takes longest makes room for the next one
 STRANGER = -1  # whoever is not known by a rank
 TRASH = memoryview(bytearray(CHUNK))
 
@@ -195,6 +196,7 @@ class Links:
         self._hello, self._accept, self._told, self._serve, self._gone = hello, accept, told, serve, gone
         self._lock = threading.RLock()
         self._stopped = False
+        self._strangers: list[socket.socket] = []  # in a handshake, the oldest first
         self._listener = socket.create_server((address, 0), backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._listen, name="gossamer-listen", daemon=True)
@@ -248,8 +250,8 @@ class Links:
     def fetch(self, address: tuple[str, int], request: dict[str, Any], timeout: float) -> bytes:
         """Ask whoever listens at `address` for its state, over a connection of its own."""
         with socket.create_connection(address, timeout=CONNECT) as connection:
+            greet(connection, {**self._hello(), "purpose": "pull", **request}, first=True, seconds=timeout)
             connection.settimeout(timeout)
-            greet(connection, {**self._hello(), "purpose": "pull", **request}, first=True)
             header = Header.unpack(read_exactly(connection, HEADER.size), self.run, 2**40)
             data = bytearray(header.length)
             read_into(connection, memoryview(data))
@@ -308,16 +310,40 @@ class Links:
         while not self._stopped:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError:  # this worker leaves; or no descriptor is free, or whoever came has gone again
+                if not self._stopped:
+                    time.sleep(POLL)
+                continue
+            self._make_room(connection)
             # A thread each: a stranger that says nothing must not keep others waiting.
-            threading.Thread(target=self._welcome, args=(connection,), name="gossamer-hello", daemon=True).start()
+            thread = threading.Thread(target=self._welcome, args=(connection,), name="gossamer-hello", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # there can be no more threads just now
+                self._greeted(connection)
+                connection.close()
+
+    def _make_room(self, connection: socket.socket) -> None:
+        """One more handshake. One of us is through in no time, so it is the oldest that has to go if they are many."""
+        with self._lock:
+            self._strangers.append(connection)
+            oldest = self._strangers.pop(0) if len(self._strangers) > STRANGERS else None
+        if oldest is not None:
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread notices, and closes it
+
+    def _greeted(self, connection: socket.socket) -> None:
+        """A handshake is over, well or not."""
+        with self._lock, suppress(ValueError):
+            self._strangers.remove(connection)
 
     def _welcome(self, connection: socket.socket) -> None:
         """Who is there? Strangers are sent away; nothing they send can do more than end their own connection."""
         try:
-            connection.settimeout(CONNECT * 2)
-            hello = greet(connection, self._hello(), first=False)
+            try:
+                hello = greet(connection, self._hello(), first=False)
+            finally:
+                self._greeted(connection)
             if hello.get("run") != self.run.hex():
                 raise Refused(f"a worker of run {hello.get('run')!r} came to run {self.run.hex()}")
             if hello.get("purpose") == "pull":
