@@ -60,8 +60,9 @@ def test_a_pair_gains_what_it_loses(algorithm, wire):
     [
         ({"rate": 0}, "rate must be a positive number of exchanges a gradient, got 0"),
         ({"rate": -1.0}, "rate must be a positive number of exchanges a gradient, got -1.0"),
-        ({"max_staleness": 0}, "max_staleness=0 keeps all workers in step, which random"),
-        ({"max_staleness": -2}, "max_staleness must be an integer of at least 0, got -2"),
+        ({"max_staleness": 0}, "max_staleness=0 would keep all workers in step"),
+        ({"max_staleness": 0, "gaps": "fixed"}, "max_staleness=0 would keep all workers in step"),
+        ({"max_staleness": -2}, "max_staleness must be an integer of at least 1, got -2"),
         ({"max_staleness": 1, "clock": "virtual"}, "on the virtual clock their pace is given"),
         ({"every": 2}, "every=2 needs rounds"),
         ({"staleness": 1}, "staleness=1 needs rounds"),

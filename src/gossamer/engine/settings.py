@@ -183,15 +183,15 @@ class Settings:
                     "use algorithm='awc'"
                 )
         if self.max_staleness is not None:
-            self._whole("max_staleness", 0)
+            if self.max_staleness == 0:
+                raise InputError(
+                    "max_staleness=0 would keep all workers in step, as algorithm='awc' does; use that, or at least 1"
+                )
+            self._whole("max_staleness", 1)
             if self.clock == "virtual":
                 raise InputError(
                     "max_staleness holds back workers that run ahead in wall time; on the virtual clock their pace is "
                     "given, so leave it out"
-                )
-            if self.max_staleness == 0 and self.gaps == "poisson":
-                raise InputError(
-                    "max_staleness=0 keeps all workers in step, which random (poisson) gaps cannot; use at least 1"
                 )
 
     def _whole(self, name: str, least: int) -> None:
