@@ -46,6 +46,7 @@ def test_every_wire_conserves_the_mean_between_and_inside_nodes(pools, algorithm
     before, after = distances[0]
     assert after < 0.3 * before
     assert all(s["buckets"] > 1 for s in stats)
+    assert len({s["unit_seconds_by_lane"][0] for s in stats}) == 1
     assert sum(s["bytes_sent_inter"] for s in stats) > 0
     assert sum(s["bytes_sent_intra"] for s in stats) > 0
 

@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from workers import error_of, loss_of, mlp, real, seeded, vector
 
 import gossamer
+from gossamer.engine.asynchronous import clock as clocks
 
 ALGORITHMS = ["ad-psgd", "a2cid2"]
 
@@ -192,12 +194,12 @@ def test_no_update_is_lost_in_thousands_of_events(pools, algorithm):
     assert sum(r[1] for r in results) % 2 == 0  # an event counts on both sides
 
 
-def bounded(rank, decentralize, n, bound):
+def bounded(rank, decentralize, n, bound, gaps):
     """Everybody notes its count before each step; the slowest worker is ten times slower."""
     model = seeded(0, mlp)
     optimizer = adam(model)
     log = []
-    settings = {"topology": "ring", "algorithm": "a2cid2", "rate": 2.0, "max_staleness": bound}
+    settings = {"topology": "ring", "algorithm": "a2cid2", "rate": 2.0, "max_staleness": bound, "gaps": gaps}
     with decentralize(model, optimizer, **settings) as gossip:
         lane = gossip.lanes[0]
         stepped = lane.stepped
@@ -216,10 +218,10 @@ def bounded(rank, decentralize, n, bound):
     return log, steps
 
 
-@pytest.mark.parametrize("bound", [1, 4])
-def test_max_staleness_bounds_the_drift_and_budget_stops_everybody(pools, bound):
+@pytest.mark.parametrize(("bound", "gaps"), [(1, "poisson"), (1, "fixed"), (4, "poisson")])
+def test_max_staleness_bounds_the_drift_and_budget_stops_everybody(pools, bound, gaps):
     n = 3
-    results = pools(n).run(real, bounded, n, bound, timeout=100)
+    results = pools(n).run(real, bounded, n, bound, gaps, timeout=100)
     logs = [r[0] for r in results]
     for log in logs[0], logs[2]:
         for at, count in log:  # the count-th step is being completed at that time
@@ -307,6 +309,44 @@ def test_a_wall_clock_run_resumes_at_its_time(pools):
         assert torch.equal(mean, results[0][2])
 
 
+def going_back(rank, decentralize):
+    """An earlier state, loaded by the run that saved it: what happens before the call is over, and afterwards."""
+    model = seeded(0, mlp)
+    optimizer = adam(model)
+    with decentralize(model, optimizer, topology="ring", algorithm="ad-psgd", rate=2.0, pairing="edges") as gossip:
+
+        def train_until(rounds):
+            while gossip.stats()["rounds"] < rounds:
+                train(model, optimizer, rank, 1)
+                time.sleep(0.002)
+
+        train_until(5)
+        state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), gossip.state_dict()))
+        train_until(60)
+        load, rounds = gossip._load, []
+
+        def slowly(saved):
+            rounds.append(gossip.stats()["rounds"])
+            load(saved)
+            time.sleep(0.3)  # long enough for 55 exchanges of this model, if they did not wait for their time
+            rounds.append(gossip.stats()["rounds"])
+
+        gossip._load = slowly
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+        gossip.load_state_dict(state[2])
+        train_until(rounds[1] + 20)
+        with gossip.averaged():
+            return rounds, vector(model)
+
+
+def test_no_exchange_is_made_before_its_time_when_an_earlier_state_is_loaded(pools):
+    results = pools(3).run(real, going_back)
+    for (before, after), mean in results:
+        assert before == after
+        assert torch.equal(mean, results[0][1])
+
+
 def pairing(rank, decentralize, step, seconds):
     """Exchanges that take `seconds` (and what they really do) beside steps of `step` seconds."""
     model = seeded(0, mlp)
@@ -337,6 +377,32 @@ def test_pairing_switches_to_rounds_by_agreement_where_exchanges_last(pools):
     short = pools(4).run(real, pairing, 0.1, 0.0)
     assert [r[0] for r in short] == ["edges"] * 4
     assert short[0][2] is None
+
+
+def slow_start(rank, decentralize):
+    """The first steps take long, the others do not; what the user is warned of."""
+    before, clocks.LATER = clocks.LATER, 10
+    model = seeded(0, mlp)
+    optimizer = adam(model)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with decentralize(model, optimizer, topology="ring", algorithm="ad-psgd", rate=2.0) as gossip:
+                for step in range(40):
+                    train(model, optimizer, rank, 1)
+                    time.sleep(0.15 if step < 5 else 0.002)
+                unit = gossip.stats()["unit_seconds_by_lane"][0]
+    finally:
+        clocks.LATER = before
+    return unit, [str(w.message) for w in caught if issubclass(w.category, gossamer.GossamerWarning)]
+
+
+def test_a_unit_that_slow_first_steps_made_too_long_is_told_once(pools):
+    for rank, (unit, told) in enumerate(pools(2).run(real, slow_start)):
+        assert unit > 0.15
+        assert len(told) == 1
+        assert told[0].startswith(f"worker {rank} took 0.1")
+        assert "exchanges a step instead of rate=2." in told[0]
 
 
 # -- leaving ------------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ m is the same on both sides but for its sign, so the pair's sum is conserved. et
 needs no x~. Times are in mean gradient times, one unit agreed by all workers at the start.
 
 To read in this order: state.py (x, x~ and their three updates), clock.py (what time it is), agenda.py (which event is
-next), thread.py (the communication thread) and lane.py (the training thread, and collective calls). One lock guards
-all of it; it is held for vector operations, and while the optimizer steps.
+next), board.py (what is told outside of exchanges), thread.py (the communication thread) and lane.py (the training
+thread, and collective calls). One lock guards all of it; it is held for vector operations, and while the optimizer
+steps.
 """
 
 from gossamer.engine.asynchronous.lane import AsyncLane

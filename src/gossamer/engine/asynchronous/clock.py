@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import statistics
+from typing import NamedTuple
 
 from gossamer.comm import clock
+
+LATER = 50  # steps after which the unit is compared with what steps take
+FAR = 4.0  # times as long as a step: a unit that deserves a warning
+
+
+class SlowStart(NamedTuple):
+    """Seconds of the unit, and of a step at the start and now."""
+
+    unit: float
+    then: float
+    now: float
 
 
 class WallClock:
@@ -14,7 +26,10 @@ class WallClock:
         self.start_at = 0.0  # the time at which it starts to run
         self.unit: float | None = None  # seconds
         self._origin = 0.0
+        self.said: float | None = None  # this worker's part in the agreement
         self._laps: list[float] = []  # seconds that the first steps took
+        self._later: list[float] = []  # and those after this worker had its say
+        self._judged = False
         self._last = clock()
 
     def now(self) -> float:
@@ -36,10 +51,11 @@ class WallClock:
             self.start(self.unit)
 
     def lap(self) -> None:
-        """A step is done: before the unit is agreed, note how long it took."""
-        if self.unit is None:
-            self._laps.append(clock() - self._last)
-            self._last = clock()
+        """A step is done: note how long it took."""
+        laps = self._laps if self.said is None else self._later
+        if len(self._later) < LATER:
+            laps.append(clock() - self._last)
+        self._last = clock()
 
     def pause(self) -> None:
         """What was done since the last step was not part of one."""
@@ -48,9 +64,17 @@ class WallClock:
     def laps(self) -> int:
         return len(self._laps)
 
-    def mean_lap(self) -> float | None:
-        """Seconds a step, without the first, which also sets things up."""
-        return statistics.mean(self._laps[1:]) if len(self._laps) > 1 else None
+    def usual_lap(self) -> float | None:
+        """Median seconds of a step, without the first, which also sets things up: a pause does not count."""
+        return statistics.median_low(self._laps[1:]) if len(self._laps) > 1 else None
+
+    def slow_start(self) -> SlowStart | None:
+        """After `LATER` steps, once: whether the unit is far too long because this worker's first steps were."""
+        if self._judged or self.unit is None or self.said is None or len(self._later) < LATER:
+            return None
+        self._judged = True
+        now = statistics.median_low(self._later)
+        return SlowStart(self.unit, self.said, now) if min(self.unit, self.said) > FAR * now else None
 
 
 class VirtualClock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -10,14 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.comm import Job, PeerError, Transport, clock
+from gossamer.comm import Job, Transport, clock
 from gossamer.engine.asynchronous.agenda import Agenda
+from gossamer.engine.asynchronous.board import Board
 from gossamer.engine.asynchronous.clock import VirtualClock, WallClock
+from gossamer.engine.asynchronous.meter import EventMeter
+from gossamer.engine.asynchronous.patience import Patience
 from gossamer.engine.asynchronous.state import State
 from gossamer.engine.asynchronous.thread import EventThread
 from gossamer.engine.asynchronous.trade import Trade
 from gossamer.engine.lane import NUDGE_AFTER, Lane
-from gossamer.errors import GossamerError, InputError
+from gossamer.errors import GossamerError, GossamerWarning, InputError
 from gossamer.topology.events import Event, Events
 from gossamer.topology.rates import Rates
 
@@ -34,6 +38,7 @@ class AsyncLane(Lane):
         self.clock = WallClock() if settings.clock == "wall" else VirtualClock()
         wall = isinstance(self.clock, WallClock)
         self.agenda = Agenda(events, self.rank, trial=wall and settings.pairing == "auto")
+        self.meter = EventMeter(self.rank, self.meter.layout, self.meter.writer, self.index, self.clock)
         layout = self.schedule.topology.layout
         self._trade = Trade(self.rank, layout, self.state, self._out, self.wire, self.channel, self.meter)
         self.drive: Callable[[int, float], None] | None = None  # performs virtual workers' events up to a time
@@ -42,8 +47,10 @@ class AsyncLane(Lane):
         self._thread: EventThread | None = None
         if transport.threaded and not self.alone:
             self.agenda.rewind()
-            parts = (self.clock, self.agenda, self._trade, self.channel, transport, settings)
-            self._thread = EventThread(f"events-{self.index}", self._lock, *parts)
+            name = f"events-{self.index}"
+            self._board = Board(transport, name)
+            parts = (self.clock, self.agenda, self._trade, self.channel, self._board, settings)
+            self._thread = EventThread(name, self._lock, *parts)
 
     # -- a step ------------------------------------------------------------------------------------------------
 
@@ -73,6 +80,21 @@ class AsyncLane(Lane):
             self.clock.lap()
         self._lock.notify_all()
         self._let_go()
+        if isinstance(self.clock, WallClock):
+            self._check_unit(self.clock)
+
+    def _check_unit(self, wall: WallClock) -> None:
+        slow = wall.slow_start()
+        if slow is not None and not self.alone:
+            rate = self.settings.rate
+            warnings.warn(
+                f"worker {self.rank} took {slow.then:.2g} s a step at the start and takes {slow.now:.2g} s now, but "
+                f"the workers have agreed on {slow.unit:.2g} s as the unit of time of their exchanges: there are about "
+                f"{rate * slow.now / slow.unit:.2g} exchanges a step instead of rate={rate:g}. Take some steps before "
+                "decentralize(), or raise rate=",
+                GossamerWarning,
+                stacklevel=2,
+            )
 
     def values(self) -> list[Tensor]:
         return self.state.x
@@ -106,20 +128,17 @@ class AsyncLane(Lane):
         """Wait, with the lock, until `done` or a failure; `late` says for whom and why."""
         if done():
             return
-        since = clock()
-        peer, why = late()
+        patience = Patience(self.rank, self.settings.timeout)
+        peer, _ = late()
         while not self._lock.wait_for(lambda: self._failure() is not None or done(), NUDGE_AFTER):
-            peer, why = late()
+            peer, _ = late()
             if isinstance(self.clock, VirtualClock):
                 self._nudge(self.index, round(self.clock.goal))
                 if self.assist is not None:
                     self.assist()
-            if clock() - since > self.settings.timeout:
-                raise PeerError(
-                    f"worker {self.rank} waited {clock() - since:.0f} s for worker {peer}, {why}; is it alive, and "
-                    "does it train as many steps? Raise timeout= if it really takes that long"
-                )
+            patience.try_on(lambda: "worker {}, {}".format(*late()), "is it alive, and does it train as many steps?")
         self._raise_failure()
+        since = patience.since
         self.meter.waited_total += clock() - since
         self.meter.waited[peer] += clock() - since
         self.meter.span("wait", since, clock(), peer=peer, step=self.meter.steps)
@@ -190,9 +209,11 @@ class AsyncLane(Lane):
     # -- for collective calls ----------------------------------------------------------------------------------
 
     def verify(self) -> None:
-        """Raise what ended the communication thread, if anything did."""
+        """Raise what ended the communication thread, if anything did, or who will not come."""
         with self._lock:
             self._raise_failure()
+        if self._thread is not None:
+            self._thread.miss_who_left("this collective call")
 
     def freeze(self) -> int:
         """Begin no further event; the number of the last one begun."""
@@ -260,6 +281,8 @@ class AsyncLane(Lane):
             elif self._thread is not None:
                 self.clock.rewind(time)
                 self.state.time = time
+            if self._thread is not None:
+                self.agenda.limit = state["started"]  # not that of this call, which lies ahead: begin nothing in it
             self._lock.notify_all()
 
     def close(self, drain: float) -> None:
@@ -267,8 +290,11 @@ class AsyncLane(Lane):
         if self._thread is not None:
             with self._lock:
                 self._thread.stop()
+            if not self._thread.parked:  # outside of a collective close(): the others are still training
+                self._board.leave()
         super().close(drain)  # ends an exchange that is still under way
         if self._thread is not None:
             self._thread.join()
+            self._board.close()
         with self._lock, torch.no_grad():
             self.state.release()

@@ -6,18 +6,20 @@ import itertools
 import json
 import statistics
 import threading
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from gossamer.comm import Channel, Job, PeerError, Transport, clock
+from gossamer.comm import Channel, Job, PeerError, clock
 from gossamer.engine.asynchronous.agenda import Agenda
+from gossamer.engine.asynchronous.board import Board
 from gossamer.engine.asynchronous.clock import VirtualClock, WallClock
+from gossamer.engine.asynchronous.patience import Patience
 from gossamer.engine.asynchronous.trade import Trade
 from gossamer.engine.settings import Settings
 from gossamer.errors import GossamerError
 from gossamer.topology.events import Event
 
-WARM_UP = 5  # steps whose mean time makes the unit
+WARM_UP = 5  # steps whose median time makes the unit
 LONG = 0.4  # of the time between a worker's exchanges: above it, waiting for each other's order would cost time
 POLL = 0.05  # seconds between looks at what the others said
 FAREWELL = 5.0  # seconds that a message under way may take to arrive when this worker leaves
@@ -34,12 +36,13 @@ class EventThread:
         agenda: Agenda,
         trade: Trade,
         channel: Channel,
-        transport: Transport,
+        board: Board,
         settings: Settings,
     ):
         self._lock, self._clock, self._agenda, self._trade = lock, time, agenda, trade
-        self._name, self._channel, self._transport, self._settings = name, channel, transport, settings
-        self._stopping = self._parked = self._in_flight = False
+        self._channel, self._board, self._settings = channel, board, settings
+        self.parked = False  # this worker is in a collective call and takes no steps
+        self._stopping = self._in_flight = False
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"gossamer-{name}", daemon=True)
         self._thread.start()
@@ -47,8 +50,7 @@ class EventThread:
     # -- told by the training thread, which holds the lock -----------------------------------------------------
 
     def park(self, parked: bool) -> None:
-        """Whether this worker is in a collective call and takes no steps."""
-        self._parked = parked
+        self.parked = parked
         self._lock.notify_all()
 
     def stop(self) -> None:
@@ -61,6 +63,15 @@ class EventThread:
 
     def join(self) -> None:
         self._thread.join(timeout=5.0)
+
+    def miss_who_left(self, what: str) -> None:
+        """Raise if somebody has left: waiting for it cannot help."""
+        left = self._board.first_left()
+        if left is not None:
+            raise PeerError(
+                f"worker {self._agenda.rank} lost worker {left}, which left the job without close(), and cannot go on "
+                f"with {what}. Did worker {left} print an error? Restart the job from its last checkpoint."
+            )
 
     # -- the thread --------------------------------------------------------------------------------------------
 
@@ -103,7 +114,7 @@ class EventThread:
     def _perform(self, event: Event) -> None:
         """The counts first: when they have arrived the partner is there, and x is sent as it is then."""
         with self._lock:
-            greeting = self._trade.greet(event, parked=self._parked)
+            greeting = self._trade.greet(event, parked=self.parked)
         self._await(greeting)
         with self._lock:
             if self._stopping:
@@ -122,34 +133,36 @@ class EventThread:
             self._lock.notify_all()
 
     def _await(self, job: Job) -> None:
-        since, timeout = clock(), self._settings.timeout
+        patience = Patience(self._agenda.rank, self._settings.timeout)
         while not self._channel.wait(job, 1.0):
             if self._stopping and not self._in_flight:
                 raise GossamerError("closed while an exchange was under way")
-            if clock() - since > timeout:
-                raise PeerError(
-                    f"worker {self._agenda.rank} waited {clock() - since:.0f} s for worker {job.blocked_on} (event "
-                    f"{job.round}) and gives up; is that worker alive? Raise timeout= if it really takes that long"
-                )
+            if not self._in_flight:  # a message under way arrives, or gloo tells that it does not
+                with suppress(RuntimeError):  # the store is gone: the exchange itself tells more
+                    self.miss_who_left(f"event {job.round}")
+            patience.try_on(lambda: f"worker {job.blocked_on} (event {job.round})", "is that worker alive?")
         if job.error is not None:
             raise job.error
 
     # -- agreements, with the lock -----------------------------------------------------------------------------
 
     def _agree_on_unit(self, wall: WallClock) -> None:
-        """Wait for the first steps, then take the median of everybody's mean step time as the unit."""
+        """Wait for the first steps, then take the median of everybody's usual step time as the unit."""
         bound = self._settings.max_staleness
         enough = WARM_UP if bound is None else min(WARM_UP, bound)
         for attempt in itertools.count():
-            self._lock.wait_for(lambda: self._stopping or self._parked or wall.laps() > enough)
-            said = self._hear_all(f"unit/{attempt}", wall.mean_lap())
+            self._lock.wait_for(lambda: self._stopping or self.parked or wall.laps() > enough)
+            if self._stopping:
+                return
+            wall.said = wall.usual_lap()
+            said = self._hear_all(f"unit/{attempt}", wall.said)
             known = [s for s in said or () if s is not None]
             if known:
                 wall.start(statistics.median(known))
             if known or self._stopping:
                 return
             # All were in a collective call before the first step: try again after it.
-            self._lock.wait_for(lambda: self._stopping or not self._parked)
+            self._lock.wait_for(lambda: self._stopping or not self.parked)
 
     def _agree_on_pairing(self) -> None:
         """The trial is over: where exchanges proved long, all go on in rounds of side-by-side pairs."""
@@ -171,19 +184,26 @@ class EventThread:
 
     def _hear_all(self, what: str, mine: Any) -> list[Any] | None:
         """What everybody has to say, waiting without the lock; None if the lane stops or another state is loaded."""
-        since, generation = clock(), self._agenda.generation
-        ask: Callable[[], list[str] | None] = self._transport.collect(f"{what}/{self._name}", json.dumps(mine))
-        while (said := ask()) is None:
-            self._lock.wait(POLL)
-            loaded = generation != self._agenda.generation
-            if self._stopping or (loaded and not what.startswith("unit")):
-                return None
-            if self._parked:  # everybody will be there, or the collective call says who is not
-                since = clock()
-            elif clock() - since > self._settings.timeout:
-                raise PeerError(
-                    f"worker {self._agenda.rank} waited {clock() - since:.0f} s for all workers to agree on the "
-                    f"{what.partition('/')[0]} of their exchanges; does every worker take steps? Each needs "
-                    f"{WARM_UP + 1} at the start"
-                )
+        patience, generation = Patience(self._agenda.rank, self._settings.timeout), self._agenda.generation
+        subject = f"the {what.partition('/')[0]} of their exchanges"
+
+        def late() -> str:
+            return f"worker(s) {', '.join(map(str, self._board.silent(what)))} to agree on {subject}"
+
+        try:
+            self._board.say(what, json.dumps(mine))
+            while (said := self._board.heard(what)) is None:
+                self.miss_who_left(f"the agreement on {subject}")
+                self._lock.wait(POLL)
+                loaded = generation != self._agenda.generation
+                if self._stopping or (loaded and not what.startswith("unit")):
+                    return None
+                if self.parked:  # everybody will be there, or the collective call says who is not
+                    patience.renew()
+                patience.try_on(late, "are they alive, and do they take steps?")
+        except RuntimeError as error:
+            raise PeerError(
+                f"worker {self._agenda.rank} lost the job's store while the workers agreed on {subject}; it lives in "
+                "the launcher or in worker 0: is that alive? Restart the job from its last checkpoint."
+            ) from error
         return [json.loads(text) for text in said]

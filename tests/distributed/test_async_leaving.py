@@ -1,0 +1,124 @@
+"""Asynchronous workers that leave before anybody has connected with them, or come late: the others are told whom."""
+
+import re
+import time
+import warnings
+
+import pytest
+import torch
+from workers import loss_of, mlp, real, seeded
+
+import gossamer
+from gossamer.engine.asynchronous import patience
+
+QUICK = 10  # seconds, half of the timeout: nobody had to wait for that
+
+
+def step(model, optimizer, rank):
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.002)
+
+
+def leaves_early(rank, decentralize, clock, leaver, at):
+    """The leaver raises before its step number `at`; what the others get, and after how many seconds."""
+    model = seeded(0, mlp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    began = time.perf_counter()
+    try:
+        with decentralize(model, optimizer, topology="ring", algorithm="ad-psgd", clock=clock):
+            for number in range(10**6):
+                if rank == leaver and number == at:
+                    raise ValueError("boom")
+                step(model, optimizer, rank)
+    except (ValueError, gossamer.GossamerError) as error:
+        # The store lives in worker 0's process: leave it time to tell the others, as a launcher's would have.
+        took = time.perf_counter() - began
+        torch.distributed.barrier()
+        return type(error).__name__, str(error), took
+
+
+@pytest.mark.parametrize("clock", ["wall", "virtual"])
+def test_a_worker_that_leaves_before_its_first_exchange_is_missed_at_once(pools, clock):
+    results = pools(3).run(real, leaves_early, clock, 1, 0 if clock == "virtual" else 3)
+    assert results[1][0] == "ValueError"
+    for rank in (0, 2):
+        kind, message, took = results[rank]
+        assert kind == "PeerError"
+        assert f"worker {rank} lost worker 1" in message
+        assert "\n" not in message
+        assert took < QUICK
+
+
+def leaves_others_waiting(rank, decentralize):
+    """Worker 1 leaves while worker 0 is in a collective call."""
+    model = seeded(0, mlp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gossip = decentralize(model, optimizer, topology="ring", algorithm="ad-psgd")
+    began = time.perf_counter()
+    try:
+        step(model, optimizer, rank)
+        if rank == 1:
+            gossip._stop(drain=0.0)
+        else:
+            gossip.close()
+    except gossamer.GossamerError as error:
+        return str(error), time.perf_counter() - began
+    finally:
+        torch.distributed.barrier()
+
+
+def test_a_worker_that_left_is_missed_in_a_collective_call(pools):
+    message, took = pools(2).run(real, leaves_others_waiting)[0]
+    assert "worker 0 lost worker 1, which left the job without close()" in message
+    assert took < QUICK
+
+
+def late(rank, decentralize, **settings):
+    """Worker 1 takes its first step late; what the others are warned of."""
+    before, patience.WARN_AFTER = patience.WARN_AFTER, 0.4
+    model = seeded(0, mlp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with decentralize(model, optimizer, topology="ring", algorithm="ad-psgd", **settings):
+                if rank == 1:
+                    time.sleep(1.5)
+                for _ in range(12):
+                    step(model, optimizer, rank)
+                if rank == 0:
+                    time.sleep(0.8)  # in close() it would wait for a collective call
+    finally:
+        patience.WARN_AFTER = before
+    return [str(w.message) for w in caught if issubclass(w.category, gossamer.errors.GossamerWarning)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, ["worker 0 has waited # s for worker(s) 1 to agree on the unit of their exchanges"]),
+        (
+            {"max_staleness": 2},
+            [
+                "worker 0 has waited # s for worker(s) 1 to agree on the unit of their exchanges",
+                "worker 0 has waited # s for worker 1, which is more than max_staleness=2 steps behind",
+            ],
+        ),
+        (
+            {"clock": "virtual"},
+            [
+                "worker 0 has waited # s for worker 1 (event 0)",
+                "worker 0 has waited # s for worker 1, its partner in event 0",
+            ],
+        ),
+    ],
+)
+def test_a_long_wait_is_told_with_whom_it_is_for(pools, settings, expected):
+    told, _ = pools(2).run(real, late, **settings)
+    sentences = [re.sub(r"waited \d+ s", "waited # s", text) for text in told]
+    for start in expected:
+        (sentence,) = {text for text in sentences if text.startswith(start)}
+        assert sentence.endswith("; it gives up after timeout=20 s")
+    assert len(sentences) < 5  # once a wait, not once a look
