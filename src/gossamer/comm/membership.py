@@ -4,7 +4,7 @@ A *record* names the members (rank, process, address, node), the epoch's number,
 follows the plan for these members. Whoever finds a member dead (its port is closed, or it was silent for
 `hard` seconds) proposes the next record without it; a newcomer proposes one with itself. Records also travel on the
 links, so a worker learns of a change as soon as a neighbor knows it. Without the directory nothing is agreed, and
-everybody goes on with the members it can reach.
+everybody goes on with the members it can reach. One that was restarted is empty: members put back what it must hold.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ class Membership:
         self.run = bytes.fromhex(self._ask_patiently(lambda s: _settle(s, "run", secrets.token_hex(8))))
         self.serve: Callable[[socket.socket, dict[str, Any]], None] = lambda c, _: c.close()
         self.left: set[int] = set()  # ranks that said goodbye
+        self._shared: dict[str, list[str]] = {}  # what a newcomer asks for before it enters
+        self._description = ""
         self._wanted: set[int] = set()
         self._connecting: set[int] = set()
         self._hurry, self._hurry_connect = threading.Event(), threading.Event()
@@ -107,6 +109,11 @@ class Membership:
 
     def share(self, name: str, text: str) -> list[str]:
         """Everybody's latest `text` for `name`, by rank."""
+        self._shared[name] = self._share(name, text, lambda: False) or []
+        return self._shared[name]
+
+    def _share(self, name: str, text: str, needless: Callable[[], bool]) -> list[str] | None:
+        """The same; None when somebody is missing and that turns out to be `needless`."""
         deadline = time.monotonic() + self.timeout
         self._ask_patiently(lambda s: s.set(f"{name}/{self.rank}", text))
         keys = [f"{name}/{r}" for r in range(self.size)]
@@ -114,6 +121,8 @@ class Membership:
             missing = self.directory.ask(lambda s: [r for r, key in enumerate(keys) if not s.check([key])])
             if not missing:
                 return self.directory.ask(lambda s: [s.get(key).decode() for key in keys])
+            if needless():
+                return None
             if time.monotonic() > deadline:
                 raise PeerError(
                     f"worker(s) {', '.join(map(str, missing))} did not show up within {self.timeout:g} s; check that "
@@ -123,17 +132,17 @@ class Membership:
 
     def enter(self, description: str, agree: Callable[[list[str]], None]) -> bool:
         """Found the job with the others, or find it running: then True, and `admit` once its state is here."""
-        current = self.directory.ask(lambda s: look(s, "record"))
-        if not current:
-            agree(self.share("description", description))
-            entries = self.share("member", json.dumps(asdict(self.me)))
-            members = {r: Member(**json.loads(text)) for r, text in enumerate(entries)}
-            founding = Record(1, members, [0] * len(self.rounds)).text()
-            current = self.directory.ask(lambda s: _settle(s, "record", founding))
+        self._description = description
+        founding = None if self._look() else self._founding(description, agree)
+        if founding is not None:
+            current = self.directory.ask(lambda s: _settle(s, "record", founding.text()))
             if self.rank == 0:
                 self.directory.ask(lambda s: s.set("founded", description))
         else:
             agree([self._ask_patiently(lambda s: s.get("founded").decode()), description])
+            current = self._look()
+        settled = self.directory.ask(lambda s: _settle(s, "run", self.run.hex()))
+        self.run = self.links.run = bytes.fromhex(settled)  # another one if the directory was empty when we came
         record = Record.parse(current)
         joins = record.members.get(self.rank) != self.me
         if not joins:
@@ -143,9 +152,21 @@ class Membership:
             thread.start()
         return joins
 
+    def _founding(self, description: str, agree: Callable[[list[str]], None]) -> Record | None:
+        """The first record, when everybody is here; None when the job turns out to be running, and only the directory
+        to be new: its members have put back their record meanwhile."""
+        descriptions = self._share("description", description, lambda: bool(self._look()))
+        if descriptions is None:
+            return None
+        agree(descriptions)
+        entries = self._share("member", json.dumps(asdict(self.me)), lambda: bool(self._look()))
+        if entries is None:
+            return None
+        return Record(1, {r: Member(**json.loads(text)) for r, text in enumerate(entries)}, [0] * len(self.rounds))
+
     def donors(self) -> list[Member]:
         """Members who may hand over their state, those of this node first."""
-        record = Record.parse(self.directory.ask(lambda s: look(s, "record")))
+        _, record = self._current()
         others = [(m.node != self.me.node, r, m) for r, m in record.members.items() if r != self.rank]
         return [m for _, _, m in sorted(others, key=lambda entry: entry[:2])]
 
@@ -214,8 +235,7 @@ class Membership:
     def _change(self, proposal: Callable[[Record], Record | None]) -> None:
         """Propose until it is agreed or no longer needed; `proposal` makes the next record of the current one."""
         while True:
-            text = self.directory.ask(lambda s: look(s, "record"))
-            record = Record.parse(text)
+            text, record = self._current()
             following = proposal(record)
             if following is None:
                 self._apply(record)
@@ -224,6 +244,41 @@ class Membership:
             if self.directory.ask(lambda s: s.compare_set("record", text, wanted).decode()) == wanted:  # noqa: B023
                 self._apply(following)
                 return
+
+    def _look(self) -> str:
+        """The record in the directory as it is; empty when there is none."""
+        return self.directory.ask(lambda s: look(s, "record"))
+
+    def _current(self) -> tuple[str, Record]:
+        """The record in the directory. If that is lost, or older than what a member knows, the directory was restarted,
+        and the member puts back its own."""
+        text, own = self._look(), self.record
+        try:
+            record = Record.parse(text) if text else Record(0, {}, [])
+            if record.epoch < own.epoch and own.members.get(self.rank) == self.me:
+                text = self.directory.ask(lambda s: self._restore(s, text, own))
+                record = Record.parse(text)
+        except (ValueError, KeyError, TypeError) as error:
+            raise Unreachable(
+                f"the directory's record of the members cannot be read ({error}); keep other programs from its port"
+            ) from error
+        if not text:
+            raise Unreachable(
+                "the directory has lost its record of the members, and this worker is none; it is put back as soon as "
+                "a member finds out"
+            )
+        return text, record
+
+    def _restore(self, store: Any, held: str, record: Record) -> str:
+        """Put back what a new directory must hold, the record last: whoever finds it needs the rest. What is there."""
+        if not held:
+            store.set("run", self.run.hex())  # also in place of one that a newcomer has made up
+            store.set("founded", self._description)
+            for name, texts in self._shared.items():
+                for rank, text in enumerate(texts):
+                    _settle(store, f"{name}/{rank}", text)
+        now: str = store.compare_set("record", held, record.text()).decode()
+        return now
 
     def _next(self, record: Record, members: dict[int, Member]) -> Record:
         furthest = [max(own, self.ahead(lane)) for lane, own in enumerate(self.rounds)]
@@ -264,9 +319,8 @@ class Membership:
             else:  # it is gone: do not hammer its port
                 self._halt.wait(pause)
             try:
-                text = self.directory.ask(lambda s: look(s, "record"))
-                if text:
-                    self._apply(Record.parse(text))
+                _, record = self._current()
+                self._apply(record)
                 if pause > LOOK:  # perhaps it was this worker that was cut off: nobody is silent yet
                     self._listen_anew()
                 pause = LOOK
@@ -274,8 +328,6 @@ class Membership:
                     self._change(lambda record, r=rank, m=member: self._without(record, r, m))  # type: ignore[misc]
             except Unreachable:
                 pause = min(2 * pause, LONGEST_LOOK)
-            except (ValueError, KeyError, TypeError):  # not a record: somebody else writes there
-                pause = LONGEST_LOOK
 
     def _dead(self) -> list[tuple[int, Member]]:
         """Members that this worker watches and that are dead or silent, right now."""

@@ -1,0 +1,74 @@
+"""A directory that is restarted comes back empty: members put back what it must hold, and nobody falls."""
+
+import gc
+import time
+
+import pytest
+
+from gossamer.comm import directory, look
+from surviving import finish, job
+
+
+@pytest.fixture
+def restart(monkeypatch):
+    """End the job's directory, and host another one on its port."""
+    kept = []
+    begin = directory.host
+    monkeypatch.setattr(directory, "host", lambda *args: kept.append(begin(*args)) or kept[-1])
+
+    def again():
+        port = kept[-1].port
+        kept[-1]._store = None
+        gc.collect()
+        kept.append(begin(port))
+
+    return again
+
+
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_workers_end_well_after_the_directory_was_restarted(monkeypatch, restart):
+    with job(monkeypatch, 2, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
+        workers = made.all(20, lambda gossip: restart() if gossip.members.rank == 0 else time.sleep(0.5), pause=0.01)
+        finish(workers)
+    assert [w.gossip.stats()["steps"] for w in workers] == [20, 20]
+
+
+def test_a_replacement_that_finds_an_empty_directory_joins_the_running_job(monkeypatch, restart):
+    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
+        workers = made.all(300, lambda gossip: gossip.stats(), pause=0.02)
+        workers[1].until(10)
+        workers[1].kill()
+        others = [workers[0], workers[2]]
+        until(lambda: all(w.gossip.stats()["members"] == [0, 2] for w in others))
+        restart()
+        replacement = made.start(1, 300, lambda gossip: gossip.stats(), pause=0.02)
+        until(lambda: all(w.gossip.stats()["members"] == [0, 1, 2] for w in others))
+        for worker in [*others, replacement]:
+            worker.steps = 0  # that was all
+        finish([*others, replacement])
+    assert replacement.gossip.stats()["joined"]
+    assert replacement.gossip.members.run == others[0].gossip.members.run
+    assert all(w.gossip.stats()["refused_by_peer"] == {} for w in others)
+
+
+def test_an_older_record_gives_way_to_the_latest(monkeypatch):
+    """Whoever was dropped knows only an old record, and may be the first to put one back."""
+    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
+        workers = made.all(300, pause=0.02)
+        workers[1].until(10)
+        members = workers[0].gossip.members
+        old = members.record.text()
+        workers[1].kill()
+        until(lambda: members.record.ranks == (0, 2))
+        members.directory.ask(lambda s: s.set("record", old))
+        until(lambda: members.directory.ask(lambda s: look(s, "record")) != old)
+        assert members.directory.ask(lambda s: look(s, "record")) == members.record.text()
+        for worker in workers:
+            worker.steps = 0
+        finish([workers[0], workers[2]])
