@@ -151,7 +151,8 @@ class Gossip:
     # -- local calls -------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Steps, rounds, bytes, seconds waited by peer and by link; sums over lanes, and each lane's own."""
+        """Steps, rounds, bytes, seconds waited by peer and by link; sums over lanes (the steps are the first lane's),
+        and each lane's own."""
         lanes = [lane.meter.summary() for lane in self.lanes]
         for lane, summary in zip(self.lanes, lanes, strict=True):
             latest = lane.sketcher.latest if lane.sketcher is not None else None
@@ -168,6 +169,7 @@ class Gossip:
                     total[key] = value if len(lanes) == 1 else None
                 else:
                     total[key] = total.get(key, 0) + value
+        total["steps"] = lanes[0]["steps"]  # a step of every optimizer is one step of training
         return {**total, "buckets": sum(len(lane.buckets) for lane in self.lanes), "lanes": lanes}
 
     def on_stop(self, undo: Callable[[], None]) -> None:
