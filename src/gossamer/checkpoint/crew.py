@@ -26,7 +26,7 @@ class Crew:
     models: list[nn.Module]
     optimizers: list[list[Optimizer]]
     extras: list[Any]
-    _came: frozenset[int] = frozenset()  # where the job outlives its workers: whose checkpoint it is
+    meeting: Any = None  # where the job outlives its workers: of those who met, and whose checkpoint it is
 
     @classmethod
     def of(cls, handle: Any, model: Any, optimizer: Any, extra: Any, rank: int | None, workers: int | None) -> Crew:
@@ -59,12 +59,29 @@ class Crew:
         self.ranks, self.total = [control.place], control.layout.n
         self.groups = [(w,) for w in range(self.total)] if inside is None else [tuple(m) for m in inside.members]
         if self.survives:
-            self._came = frozenset(control.schedule.ranks or range(self.total))
+            self.meeting = self.handle.met
 
-    def gone(self) -> str | None:
-        """Which of those who take part is no longer a member."""
-        missing = sorted(self._came - set(self.handle.members.record.ranks)) if self.survives else []
-        return f"worker {missing[0]} is gone" if missing else None
+    def gone(self) -> dict[int, str]:
+        """Those who take part and are no longer members: by place, what is to be said of each."""
+        if self.meeting is None:
+            return {}
+        left = self.meeting.gone(self.handle.members.record)
+        return {place: f"worker {rank} is gone" for place, rank in enumerate(self.meeting.ranks) if rank in left}
+
+    @property
+    def alone(self) -> bool:
+        """Whether this worker could not ask the others, who may be saving something else."""
+        return self.meeting is not None and bool(self.meeting.alone)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the others may have begun to write: they have met before the call of `save`."""
+        return bool(getattr(self.handle, "averaging", False))
+
+    @property
+    def name(self) -> str:
+        """Whose parts belong together, where crews may differ from one checkpoint to the next."""
+        return "" if self.meeting is None else f"{self.handle.members.run.hex()}/{self.meeting.number}"
 
     @property
     def survives(self) -> bool:
@@ -104,7 +121,7 @@ class Crew:
     def agree(self, step: int) -> int:
         """One step for a checkpoint, after `gossip_states`: the largest of all who take part."""
         if self.survives:
-            return int(self.handle.steps_met)
+            return int(self.handle.met.steps)
         return max(int(s) for s in self.share(str(step)))
 
     def gossip_states(self) -> list[Any]:

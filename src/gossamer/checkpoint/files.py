@@ -73,8 +73,8 @@ def partial_of(folder: Path, step: int) -> Path:
 # -- writing --------------------------------------------------------------------------------------------------------
 
 
-def write_part(folder: Path, step: int, worker: int, state: dict[str, Any], steps: int) -> None:
-    """This worker's part; once its receipt is there it is on the disk."""
+def write_part(folder: Path, step: int, worker: int, state: dict[str, Any], steps: int, crew: str = "") -> None:
+    """This worker's part; once its receipt is there it is on the disk. `crew`: whose checkpoint it is a part of."""
     partial = partial_of(folder, step)
     partial.mkdir(parents=True, exist_ok=True)
     path = partial / part_name(worker)
@@ -85,24 +85,26 @@ def write_part(folder: Path, step: int, worker: int, state: dict[str, Any], step
             raise sink.error
         _force(file)
     receipt = Part(sink.bytes, sink.sha256.hexdigest(), steps)
-    _replace(path.with_suffix(".json"), asdict(receipt))
+    _replace(path.with_suffix(".json"), {"crew": crew, **asdict(receipt)})
 
 
-def receipts(folder: Path, step: int, workers: int) -> list[Part] | None:
-    """All workers' receipts, or None while some are missing."""
-    found = []
+def receipts(folder: Path, step: int, workers: int, crew: str = "") -> dict[int, Part]:
+    """The receipts that workers of this crew have left so far."""
+    found = {}
     for worker in range(workers):
-        try:
-            text = (partial_of(folder, step) / part_name(worker)).with_suffix(".json").read_text()
-        except FileNotFoundError:
-            return None
-        found.append(Part(**json.loads(text)))
+        with suppress(FileNotFoundError):
+            told = json.loads((partial_of(folder, step) / part_name(worker)).with_suffix(".json").read_text())
+            if told.pop("crew") == crew:
+                found[worker] = Part(**told)
     return found
 
 
 def commit(folder: Path, step: int, groups: Sequence[Sequence[int]], parts: Sequence[Part]) -> None:
-    """Make a checkpoint whose parts are all on the disk visible. One worker does this."""
+    """Make a checkpoint whose parts are all on the disk visible. One worker does this. A visible one of the same step
+    by more workers is not replaced."""
     partial, final = partial_of(folder, step), folder / name_of(step)
+    if (there := _workers_of(folder, step)) > len(parts):
+        raise GossamerError(f"there is one of {there} workers, and this one is of {len(parts)}")
     content = {
         "format": FORMAT,
         "step": step,
@@ -110,8 +112,8 @@ def commit(folder: Path, step: int, groups: Sequence[Sequence[int]], parts: Sequ
         "files": [{"name": part_name(w), **asdict(p)} for w, p in enumerate(parts)],
     }
     _replace(partial / MANIFEST, content)
-    for worker in range(len(parts)):
-        (partial / part_name(worker)).with_suffix(".json").unlink()
+    for receipt in partial.glob("worker-*.json"):
+        receipt.unlink()
     _force_folder(partial)
     if final.exists():
         _hide(final)
@@ -119,23 +121,27 @@ def commit(folder: Path, step: int, groups: Sequence[Sequence[int]], parts: Sequ
     _force_folder(folder)
 
 
-def abandon(folder: Path, step: int, why: str) -> None:
-    """Tell the other workers that this checkpoint will not come, and free its space."""
+def abandon(folder: Path, step: int, why: str, crew: str = "") -> None:
+    """Tell the other workers of the crew that this checkpoint will not come, and free its space."""
     partial = partial_of(folder, step)
     with suppress(OSError):
         partial.mkdir(parents=True, exist_ok=True)
         for file in partial.iterdir():
             if file.suffix == ".pt":
                 file.unlink(missing_ok=True)
-        (partial / ABANDONED).write_text(why)
+        (partial / ABANDONED).write_text(f"{crew}\n{why}")
 
 
-def abandoned(folder: Path, step: int) -> str | None:
-    """Why a worker gave this checkpoint up, if one did."""
+def abandoned(folder: Path, step: int, crew: str = "") -> str | None:
+    """Why a worker of the crew gave this checkpoint up, if one did."""
     try:
-        return (partial_of(folder, step) / ABANDONED).read_text() or "its disk is full"
+        said = (partial_of(folder, step) / ABANDONED).read_text()
     except OSError:
         return None
+    whose, _, why = said.partition("\n")
+    if not said:
+        return "its disk is full"
+    return why if whose == crew else None
 
 
 def sweep(folder: Path, before: int | None = None) -> None:
@@ -238,6 +244,14 @@ def read_manifest(folder: Path, step: int) -> Manifest:
         raise InputError(f"there is no checkpoint of step {step} in {folder}; complete ones: {there}") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError, _Bad) as error:
         raise GossamerError(_cannot(path, error)) from None
+
+
+def _workers_of(folder: Path, step: int) -> int:
+    """Of a complete checkpoint; 0 if there is none, or nobody could read it."""
+    try:
+        return read_manifest(folder, step).workers
+    except GossamerError:
+        return 0
 
 
 def read_part(folder: Path, manifest: Manifest, worker: int) -> dict[str, Any]:

@@ -78,7 +78,9 @@ class Checkpoints:
         self._loaded: int | None = None  # the step that this run goes on from
         self._begun = False
         self._thread: threading.Thread | None = None
-        self._writing: tuple[int, bool] | None = None  # the step, and whether this process makes it visible
+        self._writing: tuple[int, Crew] | None = None  # the step, and whose
+        self._missed: int | None = None  # a step that was not saved, because only this worker was there
+        self._told_missed = False
         self._written = threading.Event()  # nothing of this process is on its way to the disk
         self._written.set()
         self._failure: str | None = None
@@ -125,6 +127,10 @@ class Checkpoints:
         taken = crew.steps()
         if step is None:
             step = crew.agree(max(taken))
+        self._missed = step if crew.alone else None
+        if crew.alone:
+            self._tell_missed()
+            return step
         chance = random_state()
         parts = {}
         for at, rank in enumerate(crew.ranks):
@@ -140,7 +146,7 @@ class Checkpoints:
                     "extra": {k: _state_of(v) for k, v in (crew.extras[at] or {}).items()},
                 }
             )
-        self._writing = (step, crew.leads)
+        self._writing = (step, crew)
         self._written.clear()
         counts = dict(zip(crew.ranks, taken, strict=True))
         self._thread = threading.Thread(
@@ -151,15 +157,18 @@ class Checkpoints:
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the checkpoint under way is complete; raises `GossamerError` if it cannot be."""
+        if self._missed is not None:
+            step, self._missed = self._missed, None
+            raise GossamerError(self._sentence(step, "the directory does not answer"))
         if self._writing is None:
             return
-        step, leads = self._writing
+        step, crew = self._writing
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
             late = self._thread.is_alive()
-            if not late and self._failure is None and not leads:
-                late = not self._visible(step, deadline)
+            if not late and self._failure is None and not crew.leads:
+                late = not self._visible(step, crew, deadline)
             if late:
                 self._failure = f"it was not complete after {self._timeout if timeout is None else timeout:g} s"
         self._thread = self._writing = None
@@ -189,8 +198,8 @@ class Checkpoints:
             raise InputError(
                 f"cannot write checkpoints to {self.folder}: {error.strerror or error}; choose another folder"
             ) from None
-        if crew.leads and self._rank is None and not crew.joined:  # the others wait in the call that follows
-            files.sweep(self.folder)
+        if crew.leads and self._rank is None and not crew.joined and not crew.under_way:
+            files.sweep(self.folder)  # the others wait in the call that follows
         self._begun = True
 
     def _write(self, step: int, parts: dict[int, State], counts: dict[int, int], crew: Crew) -> None:
@@ -199,41 +208,52 @@ class Checkpoints:
             if crew.leads:
                 files.sweep(self.folder, before=step)
             for rank in sorted(parts):
-                files.write_part(self.folder, step, rank, parts.pop(rank), counts[rank])
+                files.write_part(self.folder, step, rank, parts.pop(rank), counts[rank], crew.name)
             self._written.set()
             if crew.leads:
                 deadline = time.monotonic() + self._timeout
                 while True:
-                    why = files.abandoned(self.folder, step) or crew.gone()  # before: who leaves has written its part
-                    if (ready := files.receipts(self.folder, step, crew.total)) is not None:
+                    why = files.abandoned(self.folder, step, crew.name)
+                    gone = crew.gone()  # before the look: whoever leaves has written its part
+                    ready = files.receipts(self.folder, step, crew.total, crew.name)
+                    if len(ready) == crew.total:
                         break
+                    why = why or next((said for place, said in gone.items() if place not in ready), None)
                     if why is None and time.monotonic() > min(deadline, self._give_up):
                         why = "a worker did not write its part; do all workers see this folder, and are they alive?"
                     if why is not None:
                         raise GossamerError(why)
                     time.sleep(POLL)
-                files.commit(self.folder, step, crew.groups, ready)
+                files.commit(self.folder, step, crew.groups, [ready[place] for place in range(crew.total)])
                 files.prune(self.folder, self.keep_last)
         except Exception as error:  # whatever it is, training goes on
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             if not isinstance(error, GossamerError):
                 why = f"worker {crew.ranks[0]}: {why}"
             self._failure = why
-            files.abandon(self.folder, step, why)
+            files.abandon(self.folder, step, why, crew.name)
         finally:
             self._written.set()
 
-    def _visible(self, step: int, deadline: float) -> bool:
-        """Wait until the first worker has made it visible, or gave it up."""
-        while step not in self.steps():
-            why = files.abandoned(self.folder, step)
+    def _visible(self, step: int, crew: Crew, deadline: float) -> bool:
+        """Wait until the first worker has made it visible, gave it up, or is gone."""
+        while True:
+            gone = crew.gone().get(0)  # before the look: it may leave when all is done
+            why = files.abandoned(self.folder, step, crew.name) or gone
+            if step in self.steps():
+                return True
             if why is not None:
                 self._failure = why
                 return True
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL)
-        return True
+
+    def _tell_missed(self) -> None:
+        """The others may be saving at the same step, and parts of two crews must not meet in one folder."""
+        if not self._told_missed:
+            self._told_missed = True
+            warnings.warn("no checkpoint: the directory does not answer", GossamerWarning, stacklevel=3)
 
     def _collect(self) -> None:
         """The checkpoint before is written, or could not be: then say so."""

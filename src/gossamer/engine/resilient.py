@@ -9,7 +9,7 @@ of a pair may have applied what the other lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,9 +50,23 @@ class Meeting:
     """A collective call of those who are there."""
 
     number: int
-    ranks: tuple[int, ...]
+    epoch: int  # of the members who were waited for
+    came: tuple[tuple[int, str], ...]  # rank and process: a replacement of the same rank is somebody else
     layout: Layout
     rounds: list[int]  # the furthest of each lane
+    steps: int  # the most that a worker had taken
+    alone: bool = False  # nobody else could be asked: the others may have held one of their own
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank for rank, _ in self.came)
+
+    def gone(self, record: Record) -> set[int]:
+        """Ranks of those who came and are no longer members."""
+        if record.epoch < self.epoch:
+            return set()  # this record does not know all of them yet
+        members = {(rank, member.incarnation) for rank, member in record.members.items()}
+        return {rank for rank, process in self.came if (rank, process) not in members}
 
 
 class ResilientLane(SyncLane):
@@ -60,8 +74,11 @@ class ResilientLane(SyncLane):
 
     channel: TcpChannel
 
-    def survive(self, members: Membership, plans: Plans, between: Callable[[], None]) -> None:
-        self.members, self.plans, self._between = members, plans, between
+    def survive(
+        self, members: Membership, plans: Plans, between: Callable[[], None], dissolved: Callable[[], bool]
+    ) -> None:
+        """`between` is called after a step, `dissolved` tells whether the meeting under way was given up."""
+        self.members, self.plans, self._between, self._dissolved = members, plans, between, dissolved
         self.epoch = 0
         self.lost = 0
         self.given_up = 0  # of those, because the soft deadline had passed
@@ -128,14 +145,15 @@ class ResilientLane(SyncLane):
         self.longest_stall = max(self.longest_stall, clock() - since)
 
     def wait(self, job: Job, *, assisting: bool = False) -> None:
-        """Until it has arrived, or until the soft deadline, and then go on without it."""
+        """Until it has arrived, or until the soft deadline, and then go on without it. An exchange of a meeting is
+        waited for as long as all who came are there."""
         together = job.stamp is not None and job.stamp.meeting
         if not job.done:
             since = clock()
             until = since + self.settings.timeout if together else self._until
             while not self.channel.wait(job, max(0.0, min(LOOK, until - clock()))):  # it may be another channel's
-                if clock() >= until:
-                    self.given_up += not job.given_up
+                if clock() >= until or (together and self._dissolved()):
+                    self.given_up += not (together or job.given_up)
                     self.channel.give_up(job)  # it ends as soon as its thread looks
                     until = clock() + LOOK
             self.meter.waited_for(job, since, clock())
@@ -147,6 +165,14 @@ class ResilientLane(SyncLane):
         job.error = None  # dropped: its result is nothing to mix in
 
     # -- collective calls ----------------------------------------------------------------------------------------
+
+    def abandon(self, jobs: Sequence[Job]) -> None:
+        """End exchanges of a meeting that failed, or they would hold up those of the next one."""
+        for job in jobs:
+            self.channel.give_up(job)
+        for job in jobs:
+            while not self.channel.wait(job, LOOK):
+                pass
 
     def relay(self) -> None:
         """While parked: a round without a step if somebody has begun it and nothing has to be waited for."""
