@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from gossamer import Checkpoints
+from gossamer import Checkpoints, GossamerError
 from gossamer.checkpoint.files import read_manifest
 from gossamer.cli import main
-from gossamer.lab.faults import Workforce
+from gossamer.cli.surviving import _watch_over
+from gossamer.lab.faults import Worker, Workforce
+from gossamer.recipes.config import make_config
 
 TRAIN = "train vision --workers 3 --per-node 3 --method dadam:aer --on-failure continue --json"
 
@@ -72,13 +74,21 @@ def test_a_dead_worker_is_replaced_and_the_run_ends_as_planned(tmp_path, kills, 
     assert all(rates[k] == pytest.approx(replaced[k]) for k in common), "the schedule goes on where the others are"
 
 
-def test_without_replacements_the_others_go_on(tmp_path, kills, capsys):
+def test_without_replacements_the_others_go_on_and_evaluate_also_without_worker_0(tmp_path, kills, capsys):
     folder = tmp_path / "run"
-    kills.append((folder, 1, 3))
-    assert main([*TRAIN.split(), "--steps", "20", "--max-replacements", "0", "--out", str(folder)]) == 0
+    kills.append((folder, 0, 3))
+    assert (
+        main([*TRAIN.split(), "--steps", "20", "--eval-every", "10", "--max-replacements", "0", "--out", str(folder)])
+        == 0
+    )
     out, err = capsys.readouterr()
-    assert json.loads(out)["step"] == 20
+    told = json.loads(out)
+    assert told["step"] == 20
+    assert told["final"]
+    assert 0 <= told["averaged"]["accuracy"] <= 1
+    assert told["unsaved"] == ""
     assert "the others go on without it: 0 were replaced already" in err
+    assert [row["step"] for row in rows(folder / "metrics-00001.jsonl") if "averaged" in row][-1] == 20
 
 
 def test_a_run_that_lost_a_worker_is_saved_and_resumed(tmp_path, kills, capsys):
@@ -129,3 +139,56 @@ def test_what_does_not_go_together_is_told(words, sentence, tmp_path, capsys):
     error = capsys.readouterr().err
     assert sentence in error
     assert error.count("\n") == 1
+
+
+class Force:
+    """A workforce whose workers end as they are told to."""
+
+    def __init__(self, *endings):
+        self.endings, self.started = list(endings), []
+
+    @property
+    def running(self):
+        return self.endings
+
+    def start(self, rank, fn, folder, resume):
+        self.started.append((rank, resume))
+
+    def poll(self, seconds):
+        return [self.endings.pop(0)]
+
+
+def ended(rank, **outcome):
+    value = {"step": 20, "stopped": False, "unsaved": "", **outcome}
+    return Worker(rank, 0, 0, 0.0, None, ending="returned", value=value)
+
+
+def watched(tmp_path, force, resume=False):
+    told = []
+    config = make_config({"task": "vision", "method": "dadam:aer", "per_node": (2,), "on_failure": "continue"})
+    return _watch_over(force, config, tmp_path, resume, told.append), told
+
+
+def test_the_outcome_is_that_of_whoever_evaluated_last(tmp_path):
+    outcome, told = watched(tmp_path, Force(ended(0, averaged=1), ended(2), ended(1, averaged=2, final=True)))
+    assert (outcome["averaged"], outcome["unsaved"], told) == (2, "", [])
+
+
+def test_a_last_checkpoint_that_is_not_there_is_told(tmp_path):
+    lost = "the checkpoint of step 20 could not be written"
+    outcome, told = watched(tmp_path, Force(ended(0), ended(1, unsaved=lost)))
+    assert (outcome["unsaved"], told) == (lost, [lost])
+    with pytest.raises(GossamerError, match=lost):
+        watched(tmp_path, Force(ended(0, stopped=True, unsaved=lost)))
+    for step in (20, 21):
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step-{step:08d}" / "manifest.json").touch()
+        assert watched(tmp_path, Force(ended(0, stopped=True, unsaved=lost)))[1] == [], "the others have written it"
+
+
+def test_a_replacement_resumes_if_the_job_was_not_begun(tmp_path):
+    dead = Worker(1, 0, 0, 0.0, None, ending="died", why="killed")
+    for resume in (True, False):
+        force = Force(dead, ended(0))
+        watched(tmp_path, force, resume)
+        assert force.started == [(0, resume), (1, resume), (1, resume)]

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gossamer
 from gossamer.recipes.config import RunConfig
-from gossamer.recipes.methods import Method, gossip_settings
+from gossamer.recipes.methods import Method, gossip_settings, refuse_unfit
 from gossamer.recipes.replica import Replica, make_replica
 from gossamer.recipes.task import Task
 
@@ -56,8 +56,16 @@ class Crew:
         return None
 
     def advanced(self, step: int) -> int:
-        """How many steps are done, `step` by this process's own count; more if it was away and the others went on."""
+        """How many steps are done, `step` by this process's own count; more if it was away and the others went on, or
+        if those it has met are further."""
         return step
+
+    def newcomer(self) -> bool:
+        """Whether this worker was given a member's state (it joined, or was away) since this was asked last."""
+        return False
+
+    def skip_meeting(self) -> None:
+        """Do not come to the meeting that the member who gave this worker its state was about to come to."""
 
     def checkpoints(self, folder: Path, keep_last: int) -> gossamer.Checkpoints:
         alone = {} if self.handle is not None else {"rank": self.places[0], "workers": self.total}
@@ -115,6 +123,11 @@ class GossipCrew(Crew):
         self.joined = self.survives and bool(self.gossip.stats()["joined"])
         super().__init__([replica], [rank], config.workers)
 
+    @property
+    def leads(self) -> bool:
+        """Where the job outlives its workers, the first of those who came to the last meeting."""
+        return self.handle.control.place == 0 if self.survives else super().leads
+
     def averaged(self) -> AbstractContextManager[nn.Module]:
         return self.gossip.averaged()
 
@@ -125,10 +138,20 @@ class GossipCrew(Crew):
     def advanced(self, step: int) -> int:
         if not self.survives:
             return step
+        self.handle.catch_up()
         taken = int(self.gossip.stats()["steps"])
         if taken != step:  # this worker joined, or was away: schedule and data go where its new state is
             self.replicas[0].go_to(taken, taken * self._batches)
         return taken
+
+    def newcomer(self) -> bool:
+        new = self.survives and bool(self.handle.newcomer)
+        if new:
+            self.handle.newcomer = False
+        return new
+
+    def skip_meeting(self) -> None:
+        self.handle.skip_meeting()
 
     def bytes_sent(self) -> float:
         stats = self.gossip.stats()
@@ -168,14 +191,10 @@ class VirtualCrew(Crew):
     with `exact_inside`, else each has its own."""
 
     def __init__(self, task: Task, method: Method, config: RunConfig):
+        refuse_unfit(method, config)
         layout = gossamer.Layout.of(config.per_node)
         everyone = tuple(range(layout.n))
         if method.algorithm == "ddp":
-            if method.wire != "fp32":
-                raise gossamer.InputError(
-                    f"virtual workers average gradients exactly, so {method.name}:{method.wire} would train as "
-                    f"{method.name}; use that, or real workers"
-                )
             groups: Sequence[Sequence[int]] = [everyone]
         elif config.exact_inside:
             groups = layout.members

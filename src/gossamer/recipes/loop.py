@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from gossamer import GossamerError
@@ -33,8 +32,8 @@ class Progress:
     units: int = 0
     bytes: float = 0.0
     waited: float = 0.0
-    joins: bool = False  # the others train already
     stopped: bool = False
+    unsaved: str = ""  # why the last checkpoint could not be written
     evaluation: dict[str, Any] = field(default_factory=dict)  # the last one
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,6 +59,12 @@ def train(
     """
     sent_before = progress.bytes - crew.bytes_sent()  # before this process; some crews count by steps, resumed ones too
     saved = progress.step or -1  # what is saved need not be saved again
+    begun = progress.step
+
+    def together() -> None:
+        """In a meeting where the job outlives its workers: go on where the furthest is, and save."""
+        progress.step = crew.advanced(progress.step)
+        save(progress)
 
     def pause(judge: bool, keep: bool, *, final: bool = False) -> None:
         """Evaluate, save. Where the job outlives its workers that is one meeting, and all save in each: whoever joins
@@ -70,11 +75,10 @@ def train(
         with stop.meeting(progress.step):
             evaluation = {}
             if judge:
-                inside = partial(save, progress) if crew.survives else None
-                evaluation = evaluate(task, crew, final=final, inside=inside)
+                evaluation = evaluate(task, crew, final=final, inside=together if crew.survives else None)
             elif crew.survives:
                 with crew.averaged():
-                    save(progress)
+                    together()
         if evaluation:
             log({"step": progress.step, "seconds": progress.seconds, **evaluation})
             progress.evaluation = evaluation
@@ -87,12 +91,18 @@ def train(
     def due(every: int) -> bool:
         return every > 0 and progress.step % every == 0
 
-    if progress.joins and progress.step < config.steps:  # the others are about to, if at all
-        pause(due(config.eval_steps), due(config.checkpoint_every))
+    def missed() -> bool:
+        """Whether the others are about to meet, or have met, after the step whose state this worker was given."""
+        meets = progress.step >= config.steps or due(config.eval_steps) or due(config.checkpoint_every)
+        return crew.newcomer() and meets
+
+    if missed():
+        crew.skip_meeting()
     while progress.step < config.steps:
         if stop(progress.step):
             progress.stopped = True
-            pause(False, progress.step > saved)
+            # where the job outlives its workers all who have trained meet, at whatever step each of them is
+            pause(False, progress.step > (begun if crew.survives else saved))
             return progress
         idle = crew.seconds_waited()
         began = time.perf_counter()
@@ -117,6 +127,9 @@ def train(
             )
         row = progress.state_dict()
         log({**row, "loss": loss, "lr": rate, "waited": None if idle is None else progress.waited})
+        if missed():
+            crew.skip_meeting()
+            continue
         last = progress.step >= config.steps
         keep = due(config.checkpoint_every) or (last and config.checkpoint_every > 0)
         pause(last or due(config.eval_steps), keep, final=last)

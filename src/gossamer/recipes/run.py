@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import torch
 
 import gossamer
-from gossamer import InputError
+from gossamer import GossamerError, InputError
 from gossamer.recipes.config import RunConfig, make_config
 from gossamer.recipes.crew import Crew, DdpCrew, GossipCrew, VirtualCrew, Wrap
 from gossamer.recipes.gradients import choose
@@ -92,7 +92,7 @@ def run(
         everyone = Stop(folder, rank, config.workers, lockstep=crew.lockstep)
         stop = StopHere() if config.virtual else StopAlone(folder) if crew.survives else everyone
     done = crew.advanced(0)
-    progress = Progress(step=done, joins=crew.joined)
+    progress = Progress(step=done)
     gradients, batched = choose(task, config, crew.replicas)
     checkpoints = crew.checkpoints(folder / "checkpoints", config.keep_last)
     if resume and not crew.joined:
@@ -113,10 +113,12 @@ def run(
 
         timed = None if clock is None else going_on(clock, progress)
         train(task, crew, config, gradients, progress=progress, log=log, save=save, stop=stop, clock=timed)
-        if crew.survives:
-            checkpoints.close()  # where somebody died the last one may not have come about
-        else:
+        try:
             checkpoints.wait()
+        except GossamerError as error:
+            if not crew.survives:
+                raise
+            progress.unsaved = str(error)  # the others go on, or have it; the launcher knows
     crew.close()
     return progress
 
