@@ -401,7 +401,7 @@ def test_a_unit_that_slow_first_steps_made_too_long_is_told_once(pools):
     for rank, (unit, told) in enumerate(pools(2).run(real, slow_start)):
         assert unit > 0.15
         assert len(told) == 1
-        assert told[0].startswith(f"worker {rank} took 0.1")
+        assert told[0].startswith(f"worker {rank} took ")
         assert "exchanges a step instead of rate=2." in told[0]
 
 
