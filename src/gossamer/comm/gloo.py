@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -117,12 +116,6 @@ class GlooTransport(Transport):
                     "check that every worker calls decentralize() and is alive"
                 ) from error
         return [self._store.get(key).decode() for key in keys]
-
-    def collect(self, name: str, text: str) -> Callable[[], list[str] | None]:
-        store = self._store.clone()  # type: ignore[attr-defined]  # others may block on theirs
-        store.set(f"{name}/{self.rank}", text)
-        keys = [f"{name}/{r}" for r in range(self.size)]
-        return lambda: [store.get(key).decode() for key in keys] if store.check(keys) else None
 
     def broadcast(self, tensors: list[Tensor], among: tuple[tuple[int, ...], ...] | None = None) -> None:
         broadcast_from_first(tensors, self._group if among is None else subgroup_of(among))

@@ -107,10 +107,6 @@ class Transport(ABC):
     def share(self, name: str, text: str) -> list[str]:
         """Everybody's `text` for `name`, by rank. Collective."""
 
-    def collect(self, name: str, text: str) -> Callable[[], list[str] | None]:
-        """`share` without waiting: ask the result for everybody's text until it is there."""
-        raise NotImplementedError
-
     def broadcast(self, tensors: list[Tensor], among: tuple[tuple[int, ...], ...] | None = None) -> None:
         """Worker 0's values into everybody's tensors, or in each group of `among` its first worker's. Collective."""
         raise NotImplementedError(f"{type(self).__name__} hands values over by other means")
