@@ -144,11 +144,7 @@ def _join(flags: RunFlags, decided: dict[str, Any], resume: Path | None, board: 
     places = workers_per_node()
     if resume is None:
         config = flags.configured(per_node=places, virtual=False, **decided)
-        if config.on_failure == "continue":
-            raise InputError(
-                "--on-failure continue has its own launcher; start it without torchrun or srun (under which your own "
-                'script may use decentralize(..., on_failure="continue"))'
-            )
+        _refuse_launched(config)
         made = make_task_for(config)  # on every worker: bad input ends all of them, and nobody waits
     problem = ""
     if rank == 0:
@@ -157,6 +153,7 @@ def _join(flags: RunFlags, decided: dict[str, Any], resume: Path | None, board: 
             if resume is None:
                 start(config, folder, made, None, None)
             else:
+                _refuse_launched(read_config(folder)[0])
                 _resumed(folder, flags, places)
         except GossamerError as error:
             problem = str(error)
@@ -170,6 +167,14 @@ def _join(flags: RunFlags, decided: dict[str, Any], resume: Path | None, board: 
     leave_world()
     if rank == 0:
         _tell(outcome, folder, config, flags.as_json)
+
+
+def _refuse_launched(config: RunConfig) -> None:
+    if config.on_failure == "continue":
+        raise InputError(
+            "--on-failure continue has its own launcher; start it without torchrun or srun (under which your own script "
+            'may use decentralize(..., on_failure="continue"))'
+        )
 
 
 def _tell(outcome: dict[str, Any], folder: Path, config: RunConfig, as_json: bool) -> None:
