@@ -172,8 +172,8 @@ def _join(flags: RunFlags, decided: dict[str, Any], resume: Path | None, board: 
 def _refuse_launched(config: RunConfig) -> None:
     if config.on_failure == "continue":
         raise InputError(
-            "--on-failure continue has its own launcher; start it without torchrun or srun (under which your own script "
-            'may use decentralize(..., on_failure="continue"))'
+            "--on-failure continue has its own launcher; start it without torchrun or srun (under which your own "
+            'script may use decentralize(..., on_failure="continue"))'
         )
 
 
