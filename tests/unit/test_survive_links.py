@@ -7,14 +7,17 @@ import struct
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gossamer.comm.frames import HEADER, MAGIC, Header, Kind, Refused, greet
-from gossamer.comm.inbox import Inbox, Key
+from gossamer.comm.inbox import MEETING, Inbox, Key
 from gossamer.comm.links import STRANGERS, Links, Lost
+from gossamer.comm.tcp import TcpChannel
+from gossamer.comm.transport import Job, Stamp
 
 RUN = bytes(range(8))
 PLAN = b"the plan"
@@ -169,6 +172,71 @@ def test_whoever_sends_can_give_up(pair):
         one.peer(0).link.send(header, bytes(2**26), lambda: time.monotonic() - begun > 0.2)
     waiting.lock.release()
     assert one.peer(0).link is None  # half a frame cannot be taken back: the link is made anew
+
+
+def tell_passed(links, to, round, bucket=0):
+    links.send_all(Header(Kind.PASSED, RUN, channel=1, bucket=bucket, round=round), to={to})
+
+
+def test_what_nobody_need_wait_for_is_told_after_the_message_that_is_under_way(pair):
+    zero, one, told = pair
+    _buffer, long = slot(zero, 1, 5, 2**26, bucket=1)
+    _, short = slot(zero, 1, 5, 4, bucket=2)
+    long.lock.acquire()  # whoever reads there stands still, so the message fills the link
+    sending = threading.Thread(target=send, args=(one, 0, 5, bytes(2**26)), kwargs={"bucket": 1}, daemon=True)
+    sending.start()
+    until(one.peer(0).link._lock.locked)
+    began = time.monotonic()
+    tell_passed(one, 0, 5, bucket=2)
+    for round in range(1000):
+        one.send_all(Header(Kind.BEAT, RUN, 3, epoch=1), b"%03d" % round)
+    assert time.monotonic() - began < 0.5  # whoever trains is not held up
+    assert not short.over
+    long.lock.release()
+    sending.join(20)
+    until(lambda: long.filled and short.over)
+    assert "has gone on without it" in short.failed
+    until(lambda: told)
+    assert [payload for *_, payload in told] == [b"999"]  # older signs of life were not kept
+
+
+@pytest.mark.parametrize("linked", [False, True])  # there is no link just then; or it breaks, perhaps with the message
+def test_what_nobody_need_wait_for_is_told_on_the_next_link(pair, linked):
+    zero, one, _ = pair
+    if linked:
+        tell_passed(one, 0, 7)
+    one.peer(0).link.close("for this test")
+    until(lambda: zero.peer(1).link is None)
+    zero.inbox.lost(1, "for this test", forget=True)
+    if not linked:
+        tell_passed(one, 0, 7)
+    _, waiting = slot(zero, 1, 7, 4)
+    assert one.connect(one.peer(0))
+    until(lambda: waiting.over, 5)
+    assert "has gone on without it" in waiting.failed
+
+
+def test_one_that_gives_up_a_meeting_sees_to_it_that_all_can_hear_of_it(pair):
+    zero, _, _ = pair
+    wanted = []
+    channel = TcpChannel(SimpleNamespace(rank=0, links=zero, want=wanted.append), 1, 1, None)
+    stamp = Stamp(0, PLAN, frozenset({0, 1, 2}), meeting=True)
+    channel._passed_by(Job(3, 0, lambda scratch: None), 1 + MEETING, stamp, [])
+    channel.close(0.0)
+    assert sorted(wanted) == [1, 2]
+
+
+def test_one_that_begins_anew_takes_back_what_it_said(pair):
+    zero, one, told = pair
+    one.peer(0).link.close("for this test")
+    until(lambda: zero.peer(1).link is None)
+    tell_passed(one, 0, 7)
+    one.begin_anew()
+    _, waiting = slot(zero, 1, 7, 4)
+    assert one.connect(one.peer(0))
+    one.send_all(Header(Kind.BEAT, RUN))  # comes after whatever the link began with
+    until(lambda: told)
+    assert not waiting.over
 
 
 def test_the_token_must_be_the_same(monkeypatch):

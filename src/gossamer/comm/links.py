@@ -2,6 +2,7 @@
 
 A link never blocks a worker: whoever sends can give up at any moment (a frame cut in two closes the link, which is made
 anew), and a peer's messages are read as they come, whether somebody waits for them or not. The higher rank connects.
+Short frames that tell of this worker (`send_all`) wait in the link until it is free, the latest of each kind only.
 A peer is `late` when it was waited for in vain: nobody waits for it again until it takes part in rounds again.
 """
 
@@ -25,6 +26,7 @@ ENOUGH = 2**17  # bytes to wake up for
 POLL = 0.05  # seconds between looks at whether a send was given up
 CONNECT = 1.0  # seconds for a connection
 STRANGERS = 64  # handshakes at once; whoever takes longest makes room for the next one
+About = tuple[int, int, int]  # what a short frame is about: kind, channel, bucket
 STRANGER = -1  # whoever is not known by a rank
 TRASH = memoryview(bytearray(CHUNK))
 
@@ -49,6 +51,7 @@ class Peer:
     dead: str = ""  # why it cannot come back as this process
     late: bool = False
     rounds: list[int] = field(default_factory=list)  # how far it was when last heard of
+    passed: dict[About, bytes] = field(default_factory=dict)  # what it need not wait for: said again on every new link
 
     def goes_on(self, rounds: list[int]) -> None:
         """It says how far it is; one that moves is no longer late."""
@@ -58,13 +61,16 @@ class Peer:
 
 
 class Link:
-    """One connection. `send` may be called by any thread; a thread of its own reads."""
+    """One connection. `send`, `post` and `flush` may be called by any thread; a thread of its own reads."""
 
     def __init__(self, connection: socket.socket, peer: Peer, links: Links):
         self.connection, self.peer, self._links = connection, peer, links
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held by whoever writes
+        self._posted: dict[About, bytes] = {}  # short frames that wait
+        self._posting = threading.Lock()
+        self._rest = memoryview(b"")  # of a short frame that did not go at once
         self._writable = select.poll()
         self._writable.register(connection, select.POLLOUT)
         self._low = 1
@@ -82,8 +88,9 @@ class Link:
             if not self.open or (given_up is not None and given_up()):
                 raise Lost(f"worker {self.peer.rank} takes nothing")
         try:
-            begun = False
-            for part in (memoryview(header.pack()), memoryview(payload)):
+            rest, self._rest = self._rest, memoryview(b"")
+            begun = bool(rest)
+            for part in (rest, memoryview(header.pack()), memoryview(payload)):
                 while len(part):
                     if not self.open:
                         raise Lost(f"the connection with worker {self.peer.rank} is closed")
@@ -101,8 +108,41 @@ class Link:
                     except OSError as error:
                         self.close(str(error))
                         raise Lost(f"the connection with worker {self.peer.rank} broke: {error}") from error
+            self._write_posted()  # before another long frame
         finally:
             self._lock.release()
+            self.flush()
+
+    def post(self, about: About, frame: bytes) -> None:
+        """Leave a short frame for the next `flush`, in place of an older one about the same."""
+        with self._posting:
+            self._posted.pop(about, None)
+            self._posted[about] = frame
+
+    def flush(self) -> None:
+        """Write what was posted, as much as the peer takes at once; after its own frame if somebody writes just now."""
+        while self.open and (self._posted or self._rest) and self._lock.acquire(blocking=False):
+            try:
+                if not self._write_posted():
+                    return  # the next sign of life tries again
+            finally:
+                self._lock.release()
+
+    def _write_posted(self) -> bool:
+        """Whether all went; never waits. The caller holds the lock."""
+        while self.open:
+            if not self._rest:
+                with self._posting:
+                    if not self._posted:
+                        return True
+                    self._rest = memoryview(self._posted.pop(next(iter(self._posted))))
+            try:
+                self._rest = self._rest[self.connection.send(self._rest, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self.close(str(error))
+        return False
 
     def close(self, why: str) -> None:
         """End the link, on both sides; everybody who waits for the peer is told."""
@@ -258,12 +298,24 @@ class Links:
             return bytes(data)
 
     def send_all(self, header: Header, payload: bytes = b"", *, to: Iterable[int] | None = None) -> None:
-        """A short frame to every linked peer that takes it at once."""
-        for peer in list(self.peers.values()):
-            link = peer.link
-            if link is not None and (to is None or peer.rank in to):
-                with suppress(Lost):
-                    link.send(header, payload, given_up=lambda: True)
+        """A short frame to every linked peer, or to those of `to`, as soon as each takes it; never waits."""
+        about, frame = (int(header.kind), header.channel, header.bucket), header.pack() + payload
+        with self._lock:
+            peers = list(self.peers.values()) if to is None else [self.peer(rank) for rank in to]
+            links = [link for peer in peers if (link := peer.link) is not None]
+            for link in links:
+                link.post(about, frame)
+            if header.kind is Kind.PASSED:
+                for peer in peers:
+                    peer.passed[about] = frame
+        for link in links:
+            link.flush()
+
+    def begin_anew(self) -> None:
+        """This worker goes on as a new process would: what it said before holds no longer."""
+        with self._lock:
+            for peer in self.peers.values():
+                peer.passed.clear()
 
     def closed(self, link: Link, why: str) -> None:
         peer = link.peer
@@ -290,18 +342,23 @@ class Links:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for peer in list(self.peers.values()):
-            if peer.link is not None:
-                peer.link.close("this worker leaves")
+            link = peer.link
+            if link is not None:
+                link.flush()
+                link.close("this worker leaves")
         self._thread.join(timeout=1.0)
 
     def _install(self, peer: Peer, connection: socket.socket) -> None:
         link = Link(connection, peer, self)
         with self._lock:
             old, peer.link = peer.link, link
+            for about, frame in peer.passed.items():
+                link.post(about, frame)
             peer.heard = time.monotonic()
         if old is not None:
             old.close("it connected anew")
         link.start()
+        link.flush()
         if self._stopped:
             link.close("this worker leaves")
         self.inbox.wake()

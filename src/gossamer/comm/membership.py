@@ -174,6 +174,7 @@ class Membership:
         """Become a member, as a new process, with a state that is `rounds` old."""
         self.rounds = list(rounds)
         self.me = replace(self.me, incarnation=secrets.token_hex(8))
+        self.links.begin_anew()
         self._listen_anew()
         self._change(lambda record: self._with_me(record))
 

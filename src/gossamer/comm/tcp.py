@@ -99,6 +99,9 @@ class TcpChannel(ThreadedChannel):
             for slot in slots:
                 if not slot.over:
                     self._links.peer(slot.key.sender).late = True
+        if stamp.meeting:
+            for rank in stamp.peers - {self._members.rank}:
+                self._members.want(rank)  # who waits for this worker may have no link with it yet
         passed = Header(Kind.PASSED, self._links.run, channel=channel, bucket=job.bucket, round=job.round)
         self._links.send_all(passed, to=stamp.peers)
 
