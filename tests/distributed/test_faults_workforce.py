@@ -137,6 +137,26 @@ def test_descriptors_do_not_pile_up():
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_workers_share_a_token_that_nobody_else_knows(monkeypatch):
+    monkeypatch.delenv("GOSSAMER_TOKEN", raising=False)
+    forces = [Workforce(2), Workforce(2)]
+    tokens = [{spec.env["GOSSAMER_TOKEN"] for spec in force.specs} for force in forces]
+    assert [len(token) for token in tokens] == [1, 1]  # the same for all, also for replacements
+    assert tokens[0] != tokens[1]
+    assert Workforce(1, env={"GOSSAMER_TOKEN": "given"}).specs[0].env["GOSSAMER_TOKEN"] == "given"
+    monkeypatch.setenv("GOSSAMER_TOKEN", "ours")
+    assert "GOSSAMER_TOKEN" not in Workforce(1).specs[0].env  # inherited
+
+
+def test_the_directory_listens_on_loopback_only_if_the_workers_are_there():
+    with Cluster(nodes=1, per_node=1, network="loopback") as cluster, cluster.directory() as directory:
+        name, port = directory.address.split(":")
+        tables = [Path(f"/proc/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
+        places = [line.split()[1] for lines in tables for line in lines if line.split()[3] == "0A"]  # listening
+    assert name == "127.0.0.1"
+    assert [p for p in places if p.endswith(f":{int(port):04X}")] == [f"0100007F:{int(port):04X}"]
+
+
 def test_links_on_loopback_cannot_be_cut():
     with Cluster(2, 1, network="loopback") as cluster, pytest.raises(LabUnavailable, match="use namespaces"):
         cluster.cut(1)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +63,10 @@ class Worker:
 
 
 class Workforce:
-    """Places for n workers, filled one by one. Whoever ends, or is ended, leaves the others alone."""
+    """Places for n workers, filled one by one. Whoever ends, or is ended, leaves the others alone.
+
+    They share a GOSSAMER_TOKEN made for them, unless `env` or this process's environment has one.
+    """
 
     def __init__(
         self,
@@ -73,7 +77,8 @@ class Workforce:
         env: Mapping[str, str] | None = None,
     ) -> None:
         counts = tuple(per_node) if per_node is not None else (n or 0,)
-        self.specs = worker_specs(counts, nodes or (Node(),) * len(counts), env or {})
+        token = {} if "GOSSAMER_TOKEN" in os.environ else {"GOSSAMER_TOKEN": secrets.token_hex(16)}
+        self.specs = worker_specs(counts, nodes or (Node(),) * len(counts), {**token, **(env or {})})
         self.workers: list[Worker] = []  # all there ever were
 
     def __enter__(self) -> Workforce:
@@ -220,7 +225,7 @@ class Directory:
     """
 
     def __init__(self, node: Node) -> None:
-        self._process = launch(WorkerSpec(-1, {}, node.netns), 0, host_directory)
+        self._process = launch(WorkerSpec(-1, {}, node.netns), 0, host_directory, node.address)
         self._process.stays = True
         self._force = Workforce(1)
         self._force.workers.append(self._process)
@@ -243,11 +248,11 @@ class Directory:
         self._force.close()
 
 
-def host_directory(rank: int) -> int:
-    """Host a directory in this process for as long as it lives; its port."""
+def host_directory(rank: int, address: str) -> int:
+    """Host a directory at `address` in this process for as long as it lives; its port."""
     from gossamer.comm import directory
 
-    _kept.append(directory.host())
+    _kept.append(directory.host(address=address))
     return int(_kept[-1].port)
 
 
