@@ -54,11 +54,11 @@ def trained(rank, folder, steps, resume=False, broken=None, fail=None, patience=
 def _full_at(step):
     plain = files.write_part
 
-    def write(folder, at, worker, state, steps):
+    def write(folder, at, *rest):
         if at == step:
             files.write_part = plain
             raise OSError(28, "No space left on device")
-        plain(folder, at, worker, state, steps)
+        plain(folder, at, *rest)
 
     return write
 
