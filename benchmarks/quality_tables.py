@@ -238,7 +238,7 @@ def stationary(run: dict[str, Any]) -> Any:
 def _asynchronous(found: Found) -> tuple[str, Picture]:
     places = list(dict.fromkeys(re.sub(r" \S+$", "", name) for name in found))
     lines = [
-        "Ring of virtual workers, a small residual network on digits, SGD (with momentum 0.9 where it says so), "
+        "Ring of virtual workers, a small residual network on digits, SGD without momentum, "
         "constant learning rate after a warm-up; `skewed` is dirichlet:0.1. Both methods make the very same "
         "exchanges (rate 1). Stationary consensus distance: RMS over the second half of the run.",
         "",
