@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -286,15 +286,22 @@ class AsyncLane(Lane):
             self._lock.notify_all()
 
     def close(self, drain: float) -> None:
-        self._let_go()
-        if self._thread is not None:
-            with self._lock:
-                self._thread.stop()
-            if not self._thread.parked:  # outside of a collective close(): the others are still training
-                self._board.leave()
-        super().close(drain)  # ends an exchange that is still under way
-        if self._thread is not None:
-            self._thread.join()
-            self._board.close()
+        with ExitStack() as ends:  # in reverse order, and all of them, even if Ctrl-C falls into one
+            ends.callback(self._release)
+            if self._thread is not None:
+                ends.callback(self._board.close)
+                ends.callback(self._thread.join)
+            ends.callback(super().close, drain)  # ends an exchange that is still under way
+            if self._thread is not None:
+                ends.callback(self._leave, self._thread)
+            ends.callback(self._let_go)
+
+    def _leave(self, thread: EventThread) -> None:
+        with self._lock:
+            thread.stop()
+        if not thread.parked:  # outside of a collective close(): the others are still training
+            self._board.leave()
+
+    def _release(self) -> None:
         with self._lock, torch.no_grad():
             self.state.release()
