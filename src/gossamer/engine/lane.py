@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -193,11 +194,12 @@ class Lane:
         return torch.empty(room_for(x.numel(), self._largest_part), dtype=x.dtype, device=x.device)
 
     def close(self, drain: float) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self.channel.close(drain)
-        if self.sketcher is not None:
-            self.sketcher.close()
+        with ExitStack() as ends:  # all of them, even if Ctrl-C falls into one
+            if self.sketcher is not None:
+                ends.callback(self.sketcher.close)
+            ends.callback(self.channel.close, drain)
+            for hook in self._hooks:
+                ends.callback(hook.remove)
 
     # -- waiting -----------------------------------------------------------------------------------------------
 
