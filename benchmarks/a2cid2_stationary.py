@@ -4,7 +4,7 @@ python benchmarks/a2cid2_stationary.py [--record benchmarks/records/a2cid2-stati
 
 Rings of virtual workers; each step adds a displacement that does not depend on the parameters: a number of each
 worker's own, always the same (workers with different data), or i.i.d. noise. `study` is the virtual-time simulation
-(gossamer.runtime.consensus); `engine` is decentralize() itself on a VirtualCluster.
+(gossamer.predict.consensus); `engine` is decentralize() itself on a VirtualCluster.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from gossamer import VirtualCluster
+from gossamer.predict.consensus import ALGORITHMS, study
 from gossamer.report.record import environment, write_record
-from gossamer.runtime.consensus import ALGORITHMS, study
 from gossamer.topology import Layout, build
-from gossamer.topology.rates import rates_of
+from gossamer.topology.a2cid2 import rates_of
 
 FORCINGS = ("constant", "noise")
 SEEDS = 5

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 import gossamer
-from gossamer.comm import directory
+from gossamer.comm.tcp import directory
 from gossamer.lab import CpuMeter, WorkerPool
 from gossamer.lab.emulate import EmulatedModel
 from gossamer.report.record import environment, write_record

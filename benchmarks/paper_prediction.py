@@ -29,8 +29,8 @@ import numpy as np
 import scipy
 from scipy.optimize import least_squares
 
-from gossamer.runtime.cluster import Cluster, Compute, Ddp, Link, Links, Model
-from gossamer.runtime.predict import predict
+from gossamer.predict.cluster import Cluster, Compute, Ddp, Link, Links, Model
+from gossamer.predict.predict import predict
 from gossamer.topology import Layout
 
 METHODS = {"all-reduce": "ddp", "exp": "decent-dp:exp", "AER": "decent-dp:aer"}

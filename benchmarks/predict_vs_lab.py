@@ -16,12 +16,12 @@ from typing import Any
 from rich.console import Console
 
 from gossamer.cli.probe import _lab_worker as probe_worker
-from gossamer.lab.bench import Plan, run
-from gossamer.lab.bench_setup import Setup
+from gossamer.lab.bench.run import Plan, run
+from gossamer.lab.bench.setup import Setup
+from gossamer.predict.methods import parse
+from gossamer.predict.predict import predict
+from gossamer.predict.probed import cluster_from_probe
 from gossamer.report.record import environment, write_record
-from gossamer.runtime.methods import parse
-from gossamer.runtime.predict import predict
-from gossamer.runtime.probed import cluster_from_probe
 
 RATES = ("50mbit", "150mbit", "600mbit")
 JITTERS = ("none", "lognormal:0.3")

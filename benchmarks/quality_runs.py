@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gossamer.cli.predicted import described_cluster, simulated
+from gossamer.jobs.clock import described_cluster, simulated
+from gossamer.predict.methods import parse
 from gossamer.recipes.config import RunConfig, make_config
+from gossamer.recipes.graceful_stop import StopHere
 from gossamer.recipes.gradients import choose
 from gossamer.recipes.loop import Diverged, Progress, train
-from gossamer.recipes.run import make_crew
-from gossamer.recipes.stop import StopHere
+from gossamer.recipes.run import make_strategy
 from gossamer.recipes.task import make_task
-from gossamer.runtime.methods import parse
 
 POINTS = 60  # of a training curve
 
@@ -117,7 +117,7 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     method, task = parse(config.method), task_of(config)
     clock, _ = simulated(method, config, described_cluster("a40", config.per_node))
     began = time.process_time()
-    crew = make_crew(config, task, method, file.parent, 0, None)
+    crew = make_strategy(config, task, method, file.parent, 0, None)
     gradients, _ = choose(task, config, crew.replicas)
     rows: list[dict[str, Any]] = []
     outcome: dict[str, Any] = {"step_seconds": clock["step_seconds"]}

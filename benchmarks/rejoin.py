@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.work is not None:
         work(args.work, args.model_mb, args.compute)
         return
-    from gossamer.comm import directory
+    from gossamer.comm.tcp import directory
     from gossamer.lab import CpuMeter
     from gossamer.report.record import environment, write_record
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from gossamer.runtime.predict import Abstract, predict
-from gossamer.runtime.presets import PRESETS
+from gossamer.predict.predict import Abstract, predict
+from gossamer.predict.presets import PRESETS
 from gossamer.topology import Layout
 
 SMALL, LARGE = Layout.of([4] * 4), Layout.of([8] * 512)

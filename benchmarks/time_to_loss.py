@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.lab import Cluster, CpuMeter
-from gossamer.lab.bench_setup import Setup
-from gossamer.lab.bench_task import Lesson, curve, learn, time_to
+from gossamer.lab.bench.setup import Setup
+from gossamer.lab.bench.task import Lesson, curve, learn, time_to
+from gossamer.predict.methods import Method, parse_list
 from gossamer.report.bench_plot import draw_loss
 from gossamer.report.record import environment, write_record
-from gossamer.runtime.methods import Method, parse_list
 
 
 def best_rate(method: Method, setup: Setup, args: argparse.Namespace) -> tuple[float, list[dict[str, Any]]]:

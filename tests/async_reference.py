@@ -10,8 +10,8 @@ import math
 import torch
 
 from gossamer.topology import Layout, build
+from gossamer.topology.a2cid2 import rates_of
 from gossamer.topology.events import Events
-from gossamer.topology.rates import rates_of
 
 PAD = 8  # the engine aligns parameters to 64 bytes; equal lengths make equal roundings
 

@@ -7,11 +7,11 @@ import pytest
 
 from gossamer.cli import main
 from gossamer.lab import Cluster, why_unavailable
-from gossamer.lab.chaos import Chaos
-from gossamer.lab.chaos_plan import Fault
-from gossamer.lab.chaos_run import carry_out
-from gossamer.lab.chaos_verdict import leaks, rejoins
-from gossamer.lab.chaos_worker import final_loss, train
+from gossamer.lab.chaos.carry_out import carry_out
+from gossamer.lab.chaos.plan import Fault
+from gossamer.lab.chaos.run import Chaos
+from gossamer.lab.chaos.verdict import leaks, rejoins
+from gossamer.lab.chaos.worker import final_loss, train
 
 NETWORK = "loopback" if why_unavailable() else "namespaces"
 

@@ -12,8 +12,8 @@ import pytest
 from gossamer import Checkpoints, GossamerError
 from gossamer.checkpoint.files import read_manifest
 from gossamer.cli import main
-from gossamer.cli.surviving import _watch_over
-from gossamer.lab.faults import Worker, Workforce
+from gossamer.jobs.elastic import _watch_over
+from gossamer.lab.workers.faults import Worker, Workforce
 from gossamer.recipes.config import make_config
 
 TRAIN = "train vision --workers 3 --per-node 3 --method dadam:aer --on-failure continue --json"

@@ -10,7 +10,7 @@ import pytest
 
 from gossamer import InputError
 from gossamer.lab import Cluster, LabUnavailable, why_unavailable
-from gossamer.lab.faults import Workforce
+from gossamer.lab.workers.faults import Workforce
 
 needs_namespaces = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 

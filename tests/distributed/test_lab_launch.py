@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from gossamer import InputError
 from gossamer.lab import WorkerFailed, WorkerPool, WorkerTimeout, run_workers
-from gossamer.lab.server import fork_server
+from gossamer.lab.workers.server import fork_server
 
 
 def environment(rank: int, *names: str) -> list[str]:

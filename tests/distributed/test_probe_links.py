@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gossamer.cli import main
-from gossamer.runtime.cluster import load
+from gossamer.predict.cluster import load
 
 
 @pytest.mark.timeout(180)

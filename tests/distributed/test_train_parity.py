@@ -5,10 +5,10 @@ import torch
 
 from gossamer.checkpoint import files
 from gossamer.comm.world import join_world, leave_world
-from gossamer.recipes import stop
+from gossamer.predict.methods import parse
+from gossamer.recipes import graceful_stop as stop
 from gossamer.recipes.config import make_config
 from gossamer.recipes.run import run
-from gossamer.runtime.methods import parse
 from toy import Toy
 
 STEPS = 6

@@ -3,8 +3,8 @@
 import pytest
 
 from gossamer.cli.run_options import build_config
-from gossamer.cli.training import make_task_for, start, work
 from gossamer.comm import world
+from gossamer.jobs.local import make_task_for, start, work
 from gossamer.report.runs import load_run
 from gossamer.trace import merge
 

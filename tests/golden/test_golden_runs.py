@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from gossamer.predict.methods import parse
 from gossamer.recipes.config import make_config
 from gossamer.recipes.run import run
 from gossamer.recipes.task import make_task
-from gossamer.runtime.methods import parse
 
 GOLDEN = Path(__file__).with_name("golden.json")
 TASKS = {

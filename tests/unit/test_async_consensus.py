@@ -9,9 +9,9 @@ import scipy.linalg
 from typer.testing import CliRunner
 
 from gossamer.cli.simulate import app
-from gossamer.runtime.consensus import ALGORITHMS, Curve, Runs, scaling, study
+from gossamer.predict.consensus import ALGORITHMS, Curve, Runs, scaling, study
 from gossamer.topology import Layout, build
-from gossamer.topology.rates import rates_of
+from gossamer.topology.a2cid2 import rates_of
 
 
 def graph(name, n):

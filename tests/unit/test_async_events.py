@@ -8,8 +8,8 @@ import pytest
 
 from gossamer.errors import InputError
 from gossamer.topology import Layout, Round, Topology, build
+from gossamer.topology.a2cid2 import rates_of
 from gossamer.topology.events import Events
-from gossamer.topology.rates import rates_of
 
 
 def graph(name, n):

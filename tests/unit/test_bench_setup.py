@@ -5,12 +5,13 @@ import pytest
 
 from gossamer.cli import main
 from gossamer.errors import InputError
-from gossamer.lab import bench, bench_setup
-from gossamer.lab.bench import Plan, expected
-from gossamer.lab.bench_setup import Setup, bucket_sizes, dilated, parse_links, why_not
-from gossamer.runtime.cluster import load
-from gossamer.runtime.methods import parse
-from gossamer.runtime.predict import derived
+from gossamer.lab.bench import run as bench
+from gossamer.lab.bench import setup as bench_setup
+from gossamer.lab.bench.run import Plan, expected
+from gossamer.lab.bench.setup import Setup, bucket_sizes, dilated, parse_links, why_not
+from gossamer.predict.cluster import load
+from gossamer.predict.methods import parse
+from gossamer.predict.predict import derived
 
 
 @pytest.mark.parametrize("name", ["a40", "a100", "t4"])

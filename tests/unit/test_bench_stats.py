@@ -2,8 +2,8 @@
 
 import pytest
 
-from gossamer.lab.bench_setup import Setup
-from gossamer.lab.bench_stats import (
+from gossamer.lab.bench.setup import Setup
+from gossamer.lab.bench.stats import (
     Traffic,
     add_speedups,
     compute_seconds,
@@ -16,9 +16,9 @@ from gossamer.lab.bench_stats import (
     traffic,
     waiting,
 )
-from gossamer.lab.bench_task import curve, time_to
+from gossamer.lab.bench.task import curve, time_to
+from gossamer.predict.methods import parse
 from gossamer.report.bench_plot import draw_bars, draw_loss, invalid_note, markdown
-from gossamer.runtime.methods import parse
 
 SETUP = Setup(per_node=(2, 2), link="8mbit", compute=0.1, model_mb=1.0)
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from gossamer import InputError
-from gossamer.lab.chaos_plan import KINDS, make_plan
+from gossamer.lab.chaos.plan import KINDS, make_plan
 
 
 def test_a_seed_gives_one_plan_and_another_seed_another():

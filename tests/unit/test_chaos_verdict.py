@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from gossamer.lab.chaos_log import Life, Reader
-from gossamer.lab.chaos_plan import Fault
-from gossamer.lab.chaos_run import Done, Ran
-from gossamer.lab.chaos_verdict import back_at, false_drops, flatness, leaks, loss_bound, problems, rejoins, stalls
+from gossamer.lab.chaos.carry_out import Done, Ran
+from gossamer.lab.chaos.log import Life, Reader
+from gossamer.lab.chaos.plan import Fault
+from gossamer.lab.chaos.verdict import back_at, false_drops, flatness, leaks, loss_bound, problems, rejoins, stalls
 
 BEGIN = 1000.0
 

@@ -11,9 +11,9 @@ import gossamer
 from gossamer import Checkpoints
 from gossamer.checkpoint import consensus, files
 from gossamer.checkpoint.state import blend, shares
+from gossamer.predict.methods import parse
 from gossamer.recipes.config import make_config
-from gossamer.recipes.run import make_crew, run
-from gossamer.runtime.methods import parse
+from gossamer.recipes.run import make_strategy, run
 from toy import Toy
 
 
@@ -174,7 +174,7 @@ def test_recipes_go_on_with_other_workers(tmp_path, method, after):
     where = tmp_path / "checkpoints"
     old = consensus(where)[1]
     config = config_for(method, after)
-    crew = make_crew(config, Toy(), parse(method), tmp_path, 0, None)
+    crew = make_strategy(config, Toy(), parse(method), tmp_path, 0, None)
     crew.load(crew.checkpoints(where, 3))
     with crew.averaged() as model:
         for name, value in model.state_dict().items():
@@ -192,7 +192,7 @@ def test_nodes_with_one_replica_go_on_with_other_nodes(tmp_path):
     run(config_for("dadam:ring", (2, 2), steps=8, exact_inside=True), Toy(), parse("dadam:ring"), tmp_path)
     old = consensus(tmp_path / "checkpoints")[1]
     config = config_for("dadam:ring", (1, 1, 1), exact_inside=True)
-    crew = make_crew(config, Toy(), parse("dadam:ring"), tmp_path, 0, None)
+    crew = make_strategy(config, Toy(), parse("dadam:ring"), tmp_path, 0, None)
     crew.load(crew.checkpoints(tmp_path / "checkpoints", 3))
     with crew.averaged() as model:
         for name, value in model.state_dict().items():

@@ -10,11 +10,11 @@ import time
 import pytest
 
 from gossamer.cli import main
-from gossamer.cli.comparing import best, sweep
-from gossamer.cli.predicted import described_cluster, simulated
+from gossamer.jobs.clock import described_cluster, simulated
+from gossamer.jobs.compare import best, sweep
+from gossamer.predict.methods import parse
 from gossamer.recipes.config import make_config
 from gossamer.recipes.vision import Vision
-from gossamer.runtime.methods import parse
 
 TINY = ["--virtual", "2", "--batch", "4", "--width", "2", "--evaluate-on", "16"]
 TWO = ["--methods", "ddp,dadam:ring", "--jobs", "1"]

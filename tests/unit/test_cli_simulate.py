@@ -9,10 +9,10 @@ import pytest
 
 from gossamer.cli import main
 from gossamer.engine.decentralize import decentralize
-from gossamer.engine.settings import Settings
-from gossamer.runtime.advise import advise, line
-from gossamer.runtime.cluster import load
-from gossamer.runtime.methods import parse
+from gossamer.engine.policies import Settings
+from gossamer.predict.advise import advise, line
+from gossamer.predict.cluster import load
+from gossamer.predict.methods import parse
 from gossamer.topology import Layout, build, entries
 from gossamer.trace import TraceWriter, read_chrome
 

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from gossamer.cli import main
-from gossamer.cli.predicted import described_cluster, simulated
+from gossamer.jobs.clock import described_cluster, simulated
+from gossamer.predict.methods import parse
 from gossamer.recipes.config import make_config
-from gossamer.runtime.methods import parse
 
 TINY = ["--virtual", "2", "--steps", "3", "--batch", "4", "--width", "4", "--evaluate-on", "16", "--threads", "1"]
 

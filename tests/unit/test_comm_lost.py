@@ -5,7 +5,8 @@ import socket
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from gossamer.comm import GlooTransport, directory
+from gossamer.comm import GlooTransport
+from gossamer.comm.tcp import directory
 
 
 def test_the_first_to_be_lost_is_named_by_all():

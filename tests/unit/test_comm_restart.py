@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from gossamer.comm import directory, look
-from surviving import finish, job
+from elastic import finish, job
+from gossamer.comm import look
+from gossamer.comm.tcp import directory
 
 
 @pytest.fixture

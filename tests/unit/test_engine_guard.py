@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gossamer import ConsensusGuard, InputError, NeighborGuard, VirtualCluster
-from gossamer.engine.settings import Settings
+from gossamer.engine.policies import Settings
 
 
 def workers(n, **options):

@@ -7,7 +7,7 @@ import torch
 
 import gossamer
 from gossamer import InputError, VirtualCluster
-from gossamer.engine.settings import Settings
+from gossamer.engine.policies import Settings
 
 N = 3
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import gossamer
-from gossamer.engine.settings import Settings
+from gossamer.engine.policies import Settings
 from gossamer.errors import InputError
 from gossamer.topology import Layout, build
 

@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gossamer.errors import InputError
-from gossamer.runtime.cluster import from_dict, load, to_toml
-from gossamer.runtime.predict import derived, predict
-from gossamer.runtime.presets import PRESETS
+from gossamer.predict.cluster import from_dict, load, to_toml
+from gossamer.predict.predict import derived, predict
+from gossamer.predict.presets import PRESETS
 from gossamer.topology import Layout, build
 from gossamer.topology.analysis import analyze
-from gossamer.topology.jsonfile import from_json, to_dict
+from gossamer.topology.resolve import from_json, to_dict
 from gossamer.trace import diff, merge, read_chrome, stragglers, summarize, to_chrome
 
 MEMORY = 1 << 30  # beyond what the process has

@@ -26,7 +26,7 @@ def _python(code: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "module", ["gossamer", "gossamer.topology", "gossamer.runtime", "gossamer.trace", "gossamer.cli"]
+    "module", ["gossamer", "gossamer.topology", "gossamer.predict", "gossamer.trace", "gossamer.cli"]
 )
 def test_imports_with_torch_blocked(module: str) -> None:
     _python(f"{BLOCK_TORCH}\nimport {module}")

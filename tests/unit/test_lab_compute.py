@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gossamer import InputError
-from gossamer.runtime.compute import ComputeTime, parse_jitter
+from gossamer.predict.compute import ComputeTime, parse_jitter
 
 RANDOM = ["gaussian:0.2", "lognormal:0.3", "gamma:0.3", "gaussian:0", "lognormal:0", "gamma:0"]
 ALL = [*RANDOM, "none", "slow-worker:4", "now-and-then:4:0.05", "per-worker:1,2,3", "lognormal:0.3+slow-worker:4"]

@@ -30,15 +30,16 @@ LAYERS = {
     "errors": _layer(torch=False),
     "topology": _layer(torch=False),
     "trace": _layer(torch=False),
-    "runtime": _layer("topology", "trace", torch=False),
+    "predict": _layer("topology", "trace", torch=False),
     "comm": _layer("topology", "trace", distributed=True),
     "engine": _layer("comm", "topology", "trace"),
     "checkpoint": _layer(),
     "optim": _layer(),
-    "lab": _layer("runtime", "trace", "comm", public=True),  # comm: a process group and torch's DDP for `bench`
+    "lab": _layer("predict", "trace", "comm", public=True),  # comm: a process group and torch's DDP for `bench`
     "recipes": _layer(public=True),
-    "report": _layer("trace", "runtime", "topology"),
+    "report": _layer("trace", "predict", "topology"),
 }
+LAYERS["jobs"] = _layer(*LAYERS, public=True)  # everything but cli
 LAYERS["cli"] = _layer(*LAYERS, public=True)
 LAYERS["__main__"] = _layer("cli", torch=False)
 LAYERS["__init__"] = _layer(*LAYERS)  # the public face re-exports from every layer
@@ -119,8 +120,8 @@ def test_every_layer_of_the_design_is_there() -> None:
     [
         ("topology/x.py", "import torch", "topology must not use torch"),
         ("topology/x.py", "def f():\n    from torch.nn import Linear", "topology must not use torch"),
-        ("runtime/x.py", "from gossamer.comm import gloo", "runtime must not import gossamer.comm"),
-        ("runtime/x.py", "from ..engine import lane", "runtime must not import gossamer.engine"),
+        ("predict/x.py", "from gossamer.comm import gloo", "predict must not import gossamer.comm"),
+        ("predict/x.py", "from ..engine import lane", "predict must not import gossamer.engine"),
         ("trace/x.py", "from gossamer import topology", "trace must not import gossamer.topology"),
         ("trace/x.py", "import gossamer", "trace must not import the public package gossamer"),
         ("engine/x.py", "import torch.distributed as dist", "only comm may use torch.distributed, not engine"),

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import gossamer
-from gossamer.comm.probe import tournament
+from gossamer.comm.link_probe import tournament
 from gossamer.errors import InputError
-from gossamer.runtime.cluster import from_dict, to_toml
-from gossamer.runtime.probed import cluster_from_probe, read_compute
+from gossamer.predict.cluster import from_dict, to_toml
+from gossamer.predict.probed import cluster_from_probe, read_compute
 from gossamer.trace import TraceWriter
 
 

@@ -7,9 +7,9 @@ import torch
 
 from gossamer import InputError
 from gossamer.cli.run_options import build_config, per_node_from
+from gossamer.predict.methods import parse
 from gossamer.recipes.config import RunConfig, make_config, read_toml
 from gossamer.recipes.methods import factor, gossip_settings, learning_rate, make_optimizer
-from gossamer.runtime.methods import parse
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ import torch
 
 from gossamer import InputError
 from gossamer.checkpoint import files
+from gossamer.predict.methods import parse
 from gossamer.recipes.config import make_config
 from gossamer.recipes.gradients import Batched, Looped, choose
 from gossamer.recipes.loop import Diverged, Progress
-from gossamer.recipes.run import make_crew, prepare, read_config, run
-from gossamer.runtime.methods import parse
+from gossamer.recipes.run import make_strategy, prepare, read_config, run
 from toy import Toy
 
 METHODS = ["ddp", "dsgd:ring", "dadam:ring", "accumadam:aer"]
@@ -94,7 +94,7 @@ def test_virtual_ddp_keeps_the_buffers_of_the_first_worker(tmp_path):
 @pytest.mark.parametrize("micro", [1, 2])
 def test_vectorized_gradients_equal_the_loop(method, exact_inside, micro, tmp_path):
     config, task = config_for(method, exact_inside=exact_inside), Toy()
-    crew = make_crew(config, task, parse(method), tmp_path, 0, None)
+    crew = make_strategy(config, task, parse(method), tmp_path, 0, None)
     batches = [[[next(s) for _ in range(micro)] for s in r.streams] for r in crew.replicas]
     found = []
     for way in (Looped(task, config), Batched(task, config)):
@@ -119,7 +119,7 @@ def test_batches_of_unequal_shapes_are_looped(tmp_path):
 def test_the_choice_leaves_no_trace_and_avoids_running_statistics(tmp_path):
     config = config_for("dadam:ring", batched="auto")
     for task in (Toy(), Toy(norm=True)):
-        crew = make_crew(config, task, parse(config.method), tmp_path, 0, None)
+        crew = make_strategy(config, task, parse(config.method), tmp_path, 0, None)
         before = [r.state_dict() for r in crew.replicas]
         _, name = choose(task, config, crew.replicas)
         assert name in (("off",) if task.norm else ("on", "off"))
@@ -197,7 +197,7 @@ class _After:
     """Stop after so many steps."""
 
     def __init__(self, step):
-        from gossamer.recipes.stop import StopHere
+        from gossamer.recipes.graceful_stop import StopHere
 
         self.step, self.meeting, self.done = step, StopHere().meeting, StopHere().done
 

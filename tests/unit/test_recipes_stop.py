@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gossamer.recipes.stop import Stop, clear, request
+from gossamer.recipes.graceful_stop import Stop, clear, request
 
 WORKERS, STEPS = 4, 200
 

@@ -3,8 +3,8 @@
 import pytest
 
 from gossamer.errors import InputError
-from gossamer.runtime.cluster import from_dict
-from gossamer.runtime.predict import predict, predicted_trace
+from gossamer.predict.cluster import from_dict
+from gossamer.predict.predict import predict, predicted_trace
 from gossamer.trace import Span, Trace, diff, read_chrome, stragglers, summarize, write_chrome
 
 

@@ -9,8 +9,8 @@ from collections import defaultdict
 import pytest
 
 from gossamer.errors import InputError
-from gossamer.runtime.predict import predict, predicted_trace
-from gossamer.runtime.presets import PRESETS
+from gossamer.predict.predict import predict, predicted_trace
+from gossamer.predict.presets import PRESETS
 from gossamer.trace import Span, Trace, TraceWriter, merge, read, read_chrome, to_chrome, write_chrome
 
 NODE = (0, 0, 1)

@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossamer.checkpoint import files
-from gossamer.checkpoint.crew import Crew
+from gossamer.checkpoint.participants import Participants
 from gossamer.checkpoint.state import State, bare, blend, mixed_by, random_state, set_random_state, shares, snapshot
 from gossamer.errors import GossamerError, GossamerWarning, InputError
 
@@ -78,7 +78,7 @@ class Checkpoints:
         self._loaded: int | None = None  # the step that this run goes on from
         self._begun = False
         self._thread: threading.Thread | None = None
-        self._writing: tuple[int, Crew] | None = None  # the step, and whose
+        self._writing: tuple[int, Participants] | None = None  # the step, and whose
         self._missed: int | None = None  # a step that was not saved, because only this worker was there
         self._told_missed = False
         self._written = threading.Event()  # nothing of this process is on its way to the disk
@@ -116,7 +116,7 @@ class Checkpoints:
         may hold tensors, numbers, text, lists and dictionaries, and objects with `state_dict()`. `step` is the largest
         number of steps that a worker has taken if you do not say.
         """
-        crew = Crew.of(gossip, model, optimizer, extra, self._rank, self._workers)
+        crew = Participants.of(gossip, model, optimizer, extra, self._rank, self._workers)
         if not self._begun:
             self._begin(crew)
         # Whoever comes to the collective call has written its part of the checkpoint before: then that is complete, or
@@ -181,7 +181,7 @@ class Checkpoints:
         self._give_up = time.monotonic() + timeout
         self._collect()
 
-    def _begin(self, crew: Crew) -> None:
+    def _begin(self, crew: Participants) -> None:
         """Before the first save: a folder that can be written to, and no history that is not ours."""
         newest = None if crew.joined else self.latest()
         if newest is not None and newest > (-1 if self._loaded is None else self._loaded):
@@ -202,7 +202,7 @@ class Checkpoints:
             files.sweep(self.folder)  # the others wait in the call that follows
         self._begun = True
 
-    def _write(self, step: int, parts: dict[int, State], counts: dict[int, int], crew: Crew) -> None:
+    def _write(self, step: int, parts: dict[int, State], counts: dict[int, int], crew: Participants) -> None:
         """In the background: this process's parts; the first worker then makes the checkpoint visible."""
         try:
             if crew.leads:
@@ -235,7 +235,7 @@ class Checkpoints:
         finally:
             self._written.set()
 
-    def _visible(self, step: int, crew: Crew, deadline: float) -> bool:
+    def _visible(self, step: int, crew: Participants, deadline: float) -> bool:
         """Wait until the first worker has made it visible, gave it up, or is gone."""
         while True:
             gone = crew.gone().get(0)  # before the look: it may leave when all is done
@@ -287,7 +287,7 @@ class Checkpoints:
         averaged or cloned (see `gossamer.checkpoint.state`), gossip starts from there, and random numbers go on as
         they are. Objects in `extra` with `load_state_dict()` get theirs back.
         """
-        crew = Crew.of(gossip, model, optimizer, extra, self._rank, self._workers)
+        crew = Participants.of(gossip, model, optimizer, extra, self._rank, self._workers)
         self._collect()
         newest = self.latest()
         chosen = crew.share(str(-1 if newest is None else newest) if step is None else str(step))[0]
@@ -321,7 +321,7 @@ class Checkpoints:
         extras = [s["extra"] for s in states]
         return Loaded(manifest.step, manifest.workers, not same, extras[0], extras)
 
-    def _state_for(self, crew: Crew, rank: int, manifest: files.Manifest, same: bool) -> State:
+    def _state_for(self, crew: Participants, rank: int, manifest: files.Manifest, same: bool) -> State:
         if same:
             state = files.read_part(self.folder, manifest, rank)
             if crew.fits(state["gossip"]):

@@ -31,7 +31,7 @@ def advise(
     from rich.text import Text  # a method's colons are no emoji
 
     from gossamer.cli.simulate import cluster_from
-    from gossamer.runtime.advise import advise as make
+    from gossamer.predict.advise import advise as make
 
     advice = make(cluster_from(cluster, nodes, per_node, n, None, model_mb), steps=steps, seed=seed)
     if as_json:

@@ -16,8 +16,8 @@ from gossamer.cli.output import finite, print_json, print_rich, table
 from gossamer.errors import InputError
 
 if TYPE_CHECKING:
-    from gossamer.lab.bench_setup import Setup
-    from gossamer.runtime.methods import Method
+    from gossamer.lab.bench.setup import Setup
+    from gossamer.predict.methods import Method
 
 app = command_app()
 
@@ -79,11 +79,11 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure step times of methods beside each other, on nodes and links made on this machine."""
-    from gossamer.lab.bench import SWEEP_STEPS, Plan, expected, run
-    from gossamer.lab.bench_setup import BUCKETS
+    from gossamer.lab.bench.run import SWEEP_STEPS, Plan, expected, run
+    from gossamer.lab.bench.setup import BUCKETS
+    from gossamer.predict.methods import parse_list
     from gossamer.report.bench_plot import check_path
     from gossamer.report.record import environment
-    from gossamer.runtime.methods import parse_list
 
     chosen = parse_list(methods)
     if plot is not None:
@@ -131,7 +131,7 @@ def _setup(
 ) -> tuple[Setup, str]:
     """What to run on, and a note where that is not what was asked for."""
     from gossamer.cli.simulate import cluster_from
-    from gossamer.lab.bench_setup import Setup, dilated, parse_links
+    from gossamer.lab.bench.setup import Setup, dilated, parse_links
     from gossamer.lab.namespaces import why_unavailable
     from gossamer.lab.shaping import parse_rate
 
@@ -187,7 +187,7 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
 def _write(
     data: dict[str, Any], chosen: tuple[Method, ...], plot: Path | None, trace: Path | None, out: Path | None
 ) -> None:
-    from gossamer.lab.bench import timeline, trace_folder
+    from gossamer.lab.bench.run import timeline, trace_folder
     from gossamer.report.bench_plot import draw_bars, invalid_note, markdown
     from gossamer.report.record import write_record
     from gossamer.report.timeline import draw
@@ -207,7 +207,7 @@ def _shown(data: dict[str, Any], setup: Setup) -> Iterator[Any]:
     """The table for people, and what they must know to read it."""
     from rich.text import Text  # a method's colons are no emoji
 
-    from gossamer.lab.bench_setup import format_links
+    from gossamer.lab.bench.setup import format_links
     from gossamer.report.bench_plot import ideal_words
 
     where = data["cluster"]

@@ -16,7 +16,7 @@ from gossamer.cli.output import finite, print_json, print_rich, table
 from gossamer.errors import InputError
 
 if TYPE_CHECKING:
-    from gossamer.lab.chaos import Chaos
+    from gossamer.lab.chaos.run import Chaos
 
 app = command_app()
 
@@ -54,7 +54,7 @@ def chaos(
     as_json: Json = False,
 ) -> None:
     """Train while workers are killed, stopped, cut off, slowed down and replaced; exit code 1 if the job suffers."""
-    from gossamer.lab.chaos import Chaos, run
+    from gossamer.lab.chaos.run import Chaos, run
     from gossamer.lab.namespaces import why_unavailable
     from gossamer.lab.shaping import parse_rate
     from gossamer.report.bench_plot import check_path

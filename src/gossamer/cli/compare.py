@@ -16,8 +16,8 @@ from gossamer.cli.run_options import EXTRA, RunFlags, with_run_flags
 from gossamer.errors import GossamerError, InputError
 
 if TYPE_CHECKING:
+    from gossamer.predict.methods import Method
     from gossamer.recipes.config import RunConfig
-    from gossamer.runtime.methods import Method
 
 app = command_app()
 
@@ -47,9 +47,9 @@ def compare(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as well.")] = None,
 ) -> None:
     """Train by every method and seed, with equal steps, and compare quality, time, bytes and consensus."""
-    from gossamer.cli.comparing import Trainer, best, slug, sweep
-    from gossamer.cli.training import default_folder
-    from gossamer.runtime.methods import parse_list
+    from gossamer.jobs.compare import Trainer, best, slug, sweep
+    from gossamer.jobs.local import default_folder
+    from gossamer.predict.methods import parse_list
 
     chosen = parse_list(methods)
     if not chosen or len({str(m) for m in chosen}) < len(chosen):
@@ -110,7 +110,7 @@ def _rates(text: str | None, methods: tuple[Method, ...]) -> dict[str, float]:
                 "--lr-sweep"
             )
         return dict.fromkeys(known, rate)
-    from gossamer.runtime.methods import parse
+    from gossamer.predict.methods import parse
 
     rates: dict[str, float] = {}
     for piece in re.split(r",(?![^()]*\))", text):  # commas inside brackets belong to a topology's options
@@ -138,8 +138,8 @@ def _numbers(text: str) -> list[float]:
 def _finish(
     folder: Path, swept: dict[str, dict[str, float | None]], failed: dict[str, str], html: Path | None, as_json: bool
 ) -> None:
-    from gossamer.cli.predicted import predict_measured
     from gossamer.cli.report import print_table
+    from gossamer.jobs.clock import predict_measured
     from gossamer.report.record import command_line
     from gossamer.report.runs import grouped, load_runs, summary
     from gossamer.report.verdict import verdict

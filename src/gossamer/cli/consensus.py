@@ -9,8 +9,8 @@ from gossamer.cli.output import print_json, print_rich, table
 from gossamer.errors import InputError
 
 if TYPE_CHECKING:
-    from gossamer.runtime.consensus import Curve, Scaling
-    from gossamer.runtime.methods import Method
+    from gossamer.predict.consensus import Curve, Scaling
+    from gossamer.predict.methods import Method
     from gossamer.topology import Layout
 
 POINTS = 200  # of a curve in the output
@@ -33,9 +33,9 @@ def consensus(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    from gossamer.runtime import consensus as study
+    from gossamer.predict import consensus as study
     from gossamer.topology import build
-    from gossamer.topology.rates import rates_of
+    from gossamer.topology.a2cid2 import rates_of
 
     name = _topology(methods)
     if layout.n > MAX_WORKERS:

@@ -29,7 +29,7 @@ def directory(
 
     Run one for each job, on a host that stays: training goes on without it, but nobody can join meanwhile.
     """
-    from gossamer.comm.directory import host
+    from gossamer.comm.tcp.directory import host
 
     try:
         hosted = host(port, address)

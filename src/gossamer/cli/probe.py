@@ -33,7 +33,7 @@ def probe(
 ) -> None:
     """Measure links and all-reduce under torchrun or Slurm (or in the lab), and write a cluster file."""
     from gossamer.comm.world import launched
-    from gossamer.runtime.probed import read_compute
+    from gossamer.predict.probed import read_compute
 
     if not 0 < seconds <= 60:
         raise typer.BadParameter(f"must be between 0 and 60, got {seconds}", param_hint="--seconds")
@@ -47,7 +47,7 @@ def probe(
 
 
 def _measure_here(seconds: float) -> tuple[int, dict[str, Any]]:
-    from gossamer.comm.probe import probe_links
+    from gossamer.comm.link_probe import probe_links
     from gossamer.comm.world import join_world, leave_world
 
     rank, _ = join_world()
@@ -72,8 +72,8 @@ def _write(
     out: Path, links: dict[str, Any], times: dict[str, Any], model_mb: float | None, compute: str | None, as_json: bool
 ) -> None:
     from gossamer.errors import InputError
-    from gossamer.runtime.cluster import to_toml
-    from gossamer.runtime.probed import cluster_from_probe
+    from gossamer.predict.cluster import to_toml
+    from gossamer.predict.probed import cluster_from_probe
 
     size = 100.0 if model_mb is None and "model_mb" not in times else model_mb
     cluster = cluster_from_probe(links, times, size)

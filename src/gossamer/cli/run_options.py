@@ -135,9 +135,9 @@ def build_config(
 
 def check_method(config: RunConfig) -> None:
     """Refuse a method that cannot train as configured, before anything is written."""
-    from gossamer.engine.settings import Settings
+    from gossamer.engine.policies import Settings
+    from gossamer.predict.methods import parse
     from gossamer.recipes.methods import gossip_settings, refuse_unfit
-    from gossamer.runtime.methods import parse
     from gossamer.topology import Layout, resolve
 
     method = parse(config.method)

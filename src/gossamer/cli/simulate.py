@@ -14,10 +14,10 @@ from gossamer.cli.output import print_json, print_rich, table
 from gossamer.errors import InputError
 
 if TYPE_CHECKING:
-    from gossamer.runtime.cluster import Cluster
-    from gossamer.runtime.methods import Method
-    from gossamer.runtime.predict import Setting
-    from gossamer.runtime.simulator import Policy, Result
+    from gossamer.predict.cluster import Cluster
+    from gossamer.predict.methods import Method
+    from gossamer.predict.predict import Setting
+    from gossamer.predict.simulator import Policy, Result
     from gossamer.topology import Layout
 
 app = command_app()
@@ -77,7 +77,7 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Predict step times: on a described cluster, or from γ, ω and σ in units of the mean compute time."""
-    from gossamer.runtime.methods import parse_list
+    from gossamer.predict.methods import parse_list
 
     if method and methods:
         raise InputError("--method and --methods exclude each other; put all methods into --methods")
@@ -112,13 +112,13 @@ def simulate(
     spans = trace_steps if trace or html or (plot and not scaling) else 0
 
     def run(method: Method, setting: Setting, spans: int = 0) -> Result:
-        from gossamer.runtime.predict import default_policy, predict
+        from gossamer.predict.predict import default_policy, predict
 
         policy = _policy(default_policy(setting, method), asked)
         return predict(method, setting, steps=steps, seed=seed, policy=policy, rate=rate, trace_steps=spans)
 
     results = {m: run(m, setting, spans) for m in chosen}
-    from gossamer.runtime.methods import parse
+    from gossamer.predict.methods import parse
 
     ddp = next((r for m, r in results.items() if str(m) == "ddp"), None) or run(parse("ddp"), setting)
     rows = [_row(m, r, ddp) for m, r in results.items()]
@@ -155,8 +155,8 @@ def _setting(
     jitter: str | None,
     model_mb: float | None,
 ) -> Setting:
-    from gossamer.runtime.compute import parse_jitter
-    from gossamer.runtime.predict import Abstract
+    from gossamer.predict.compute import parse_jitter
+    from gossamer.predict.predict import Abstract
 
     if sigma is not None and jitter is not None:
         raise InputError(f"--sigma {sigma} is short for --jitter gaussian:{sigma}; pass one of them")
@@ -178,7 +178,7 @@ def cluster_from(
     source: str, nodes: str | None, per_node: str | None, n: str | None, jitter: str | None, model_mb: float | None
 ) -> Cluster:
     """A preset or file, with what the options change."""
-    from gossamer.runtime.cluster import load
+    from gossamer.predict.cluster import load
 
     cluster = load(source)
     if nodes is not None or per_node is not None or n is not None:
@@ -214,8 +214,8 @@ def _row(method: Method, result: Result, ddp: Result) -> dict[str, Any]:
 
 
 def _describe(setting: Setting) -> dict[str, Any]:
-    from gossamer.runtime.cluster import Cluster
-    from gossamer.runtime.predict import derived
+    from gossamer.predict.cluster import Cluster
+    from gossamer.predict.predict import derived
 
     layout = setting.layout
     base = {"workers": layout.n, "nodes": layout.nodes, "per_node": list(layout.per_node)}
@@ -231,7 +231,7 @@ def _describe(setting: Setting) -> dict[str, Any]:
 
 
 def _scaling(text: str, setting: Setting, chosen: tuple[Method, ...], run: Any) -> list[dict[str, Any]]:
-    from gossamer.runtime.methods import parse
+    from gossamer.predict.methods import parse
     from gossamer.topology import Layout
 
     try:
@@ -264,7 +264,7 @@ def _write(
     plot: Path | None,
     curve: list[dict[str, Any]],
 ) -> None:
-    from gossamer.runtime.predict import predicted_trace
+    from gossamer.predict.predict import predicted_trace
     from gossamer.trace import write_chrome
 
     traces = [predicted_trace(m, setting, r) for m, r in results.items()]
@@ -291,8 +291,8 @@ def _write(
 def _contour(path: Path, chosen: tuple[Method, ...], layout: Layout, seed: int) -> None:
     import numpy as np
 
+    from gossamer.predict.closed_form import contour
     from gossamer.report.timeline import draw_contours
-    from gossamer.runtime.closed_form import contour
     from gossamer.topology import build
 
     method = next((m for m in chosen if m.topology is not None), None)

@@ -113,7 +113,7 @@ def _topology(name: str, nodes: str | None, per_node: str | None, n: str | None,
 
 
 def _as_json(topology: Topology, figures: dict[str, Any]) -> dict[str, Any]:
-    from gossamer.topology.jsonfile import round_to_dict
+    from gossamer.topology.resolve import round_to_dict
 
     listed = min(topology.period, max(1, LISTED_IN_JSON // topology.n))
     small = topology.n <= MATRIX_LIMIT

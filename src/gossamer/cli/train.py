@@ -10,9 +10,9 @@ import typer
 
 from gossamer.cli.options import command_app
 from gossamer.cli.output import print_json, print_rich
-from gossamer.cli.progress import summary_writer
 from gossamer.cli.run_options import EXTRA, RunFlags, with_run_flags
 from gossamer.errors import GossamerError, InputError
+from gossamer.jobs.progress import summary_writer
 
 if TYPE_CHECKING:
     from gossamer.recipes.config import RunConfig
@@ -42,8 +42,8 @@ def train(
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files as well.")] = False,
 ) -> None:
     """Train a task. Every other key of the configuration, and every option of the task, is a flag too."""
-    from gossamer.cli.training import default_folder, make_task_for
     from gossamer.comm.world import launched
+    from gossamer.jobs.local import default_folder, make_task_for
 
     if tensorboard:
         summary_writer()  # missing? say so before anything is begun
@@ -80,8 +80,8 @@ def _refuse_with_resume(folder: Path, flags: RunFlags, decided: dict[str, Any]) 
 
 
 def _local(config: RunConfig, task: Task, folder: Path, resume: bool, flags: RunFlags, board: bool) -> dict[str, Any]:
-    from gossamer.cli.surviving import run_surviving
-    from gossamer.cli.training import lab_for, run_pool, run_virtual, start, stop_when_asked, watchers
+    from gossamer.jobs.elastic import run_elastic
+    from gossamer.jobs.local import lab_for, run_pool, run_virtual, start, stop_when_asked, watchers
     from gossamer.recipes.run import read_config
 
     clock: dict[str, Any] = (
@@ -94,7 +94,7 @@ def _local(config: RunConfig, task: Task, folder: Path, resume: bool, flags: Run
                 return run_virtual(config, task, folder, clock, resume, watch, stop)
         with lab_for(config.per_node, clock.get("link")) as lab:
             if config.on_failure == "continue":
-                return run_surviving(lab, config, folder, resume, watch)
+                return run_elastic(lab, config, folder, resume, watch)
             with lab.pool() as pool:
                 return run_pool(pool, folder, resume, watch)
 
@@ -103,9 +103,9 @@ def _resumed(folder: Path, flags: RunFlags, launched: tuple[int, ...] | None = N
     """The run's configuration, with a new end and other workers if they are given (or as they were launched), and its
     task. What cannot be trained is refused before the run's file is changed."""
     from gossamer.checkpoint.files import latest_in
-    from gossamer.cli.predicted import simulated_on
     from gossamer.cli.run_options import check_method, per_node_from
-    from gossamer.cli.training import make_task_for
+    from gossamer.jobs.clock import simulated_on
+    from gossamer.jobs.local import make_task_for
     from gossamer.recipes.config import make_config
     from gossamer.recipes.run import read_config, write_config
 
@@ -132,9 +132,9 @@ def _resumed(folder: Path, flags: RunFlags, launched: tuple[int, ...] | None = N
 
 def _join(flags: RunFlags, decided: dict[str, Any], resume: Path | None, board: bool) -> None:
     """One worker of a job that a launcher started. Worker 0 makes the folder, which all must see."""
-    from gossamer.cli.training import interrupts, make_task_for, start, train_here, watchers
     from gossamer.comm.world import join_world, leave_world, said_by_first, workers_per_node
-    from gossamer.recipes import stop
+    from gossamer.jobs.local import interrupts, make_task_for, start, train_here, watchers
+    from gossamer.recipes import graceful_stop as stop
     from gossamer.recipes.run import read_config
 
     rank, _ = join_world()

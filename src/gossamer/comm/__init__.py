@@ -1,8 +1,10 @@
 """Moving bytes between workers: exchanges, wire formats, transports. The only importer of torch.distributed."""
 
-from gossamer.comm.catchup import CatchUp, Counted
-from gossamer.comm.directory import Unreachable, look
-from gossamer.comm.dist import (
+from gossamer.comm.exchange import Batch, Exchange, Mixed, Scratch, arrived, correction, exchange, room_for
+from gossamer.comm.gloo import GlooTransport
+from gossamer.comm.guards import inspected
+from gossamer.comm.local import Hub, LocalTransport
+from gossamer.comm.process_groups import (
     PrefixStore,
     Store,
     ddp_process_group,
@@ -14,20 +16,17 @@ from gossamer.comm.dist import (
     sharded_ranks,
     subgroup_of,
 )
-from gossamer.comm.exchange import Batch, Exchange, Mixed, Scratch, arrived, correction, exchange, room_for
-from gossamer.comm.frames import Refused
-from gossamer.comm.gloo import GlooTransport
-from gossamer.comm.inspect import inspected
-from gossamer.comm.links import send_state
-from gossamer.comm.local import Hub, LocalTransport
-from gossamer.comm.membership import Membership, Record
-from gossamer.comm.tcp import TcpChannel, TcpTransport
+from gossamer.comm.round_barrier import Counted, RoundBarrier
+from gossamer.comm.tcp.directory import Unreachable, look
+from gossamer.comm.tcp.frame import Refused
+from gossamer.comm.tcp.link import send_state
+from gossamer.comm.tcp.membership import Membership, Record
+from gossamer.comm.tcp.transport import TcpChannel, TcpTransport
 from gossamer.comm.transport import Channel, Job, PeerError, Stamp, Transport, clock
 from gossamer.comm.wire import Plain, Wire, wire_named
 
 __all__ = [
     "Batch",
-    "CatchUp",
     "Channel",
     "Counted",
     "Exchange",
@@ -42,6 +41,7 @@ __all__ = [
     "PrefixStore",
     "Record",
     "Refused",
+    "RoundBarrier",
     "Scratch",
     "Stamp",
     "Store",

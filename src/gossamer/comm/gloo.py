@@ -16,10 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.comm.dist import PrefixStore, ProcessGroupGloo, Store, broadcast_from_first, gloo_device, subgroup_of
 from gossamer.comm.exchange import Batch
 from gossamer.comm.pace import Pace
-from gossamer.comm.threads import ThreadedChannel
+from gossamer.comm.process_groups import (
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    broadcast_from_first,
+    gloo_device,
+    subgroup_of,
+)
+from gossamer.comm.threaded import ThreadedChannel
 from gossamer.comm.transport import Channel, Job, PeerError, Transport, clock
 
 NEVER = 2**31 - 1  # a tag that no exchange has

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gossamer.comm.dist import PrefixStore, default_store, layout_of, node_name
 from gossamer.comm.gloo import GlooTransport
+from gossamer.comm.process_groups import PrefixStore, default_store, layout_of, node_name
 from gossamer.errors import InputError
 
 _left: list[Any] = []  # process groups, until the process ends; see `leave_world`

@@ -3,8 +3,8 @@
 from gossamer.comm import PeerError
 from gossamer.engine.decentralize import decentralize, node_group
 from gossamer.engine.gossip import Gossip
-from gossamer.engine.probe import probe
-from gossamer.engine.settings import ConsensusGuard, NeighborGuard
+from gossamer.engine.policies import ConsensusGuard, NeighborGuard
+from gossamer.engine.step_timer import probe
 from gossamer.engine.virtual import VirtualCluster
 
 __all__ = [

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossamer.comm import (
-    CatchUp,
     GlooTransport,
     PrefixStore,
+    RoundBarrier,
     TcpTransport,
     Transport,
     default_store,
@@ -26,13 +26,13 @@ from gossamer.comm import (
     rank_and_size,
     subgroup_of,
 )
-from gossamer.engine.assemble import Prepared, assemble, prepare
-from gossamer.engine.describe import agree, describe
-from gossamer.engine.enter import enter, surviving_transport
+from gossamer.engine.build import Prepared, assemble, prepare
+from gossamer.engine.consistency import agree, describe
+from gossamer.engine.elastic.join import elastic_transport, enter
+from gossamer.engine.first_batch import watch_first_batch
 from gossamer.engine.flat import is_sharded
 from gossamer.engine.gossip import Gossip
-from gossamer.engine.samebatch import watch_first_batch
-from gossamer.engine.settings import Filter, Guards, Settings
+from gossamer.engine.policies import Filter, Guards, Settings
 from gossamer.errors import GossamerError
 from gossamer.topology import Layout
 from gossamer.trace import TraceWriter
@@ -115,7 +115,7 @@ def decentralize(
     rank, size = rank_and_size(survives)
     transport: Transport
     if survives:
-        transport = surviving_transport(model, optimizer, rank, size, timeout, hard_deadline)
+        transport = elastic_transport(model, optimizer, rank, size, timeout, hard_deadline)
     else:
         store = PrefixStore(f"gossamer/{next(_calls)}", default_store())
         transport = _transport(model, store, rank, size, timeout)
@@ -160,7 +160,7 @@ def decentralize(
     assert prepared is not None
     if broadcast and size > 1:
         _broadcast(prepared, transport)
-    catch_up = CatchUp(store, rank, size, timeout)
+    catch_up = RoundBarrier(store, rank, size, timeout)
     meet: Any = catch_up.meet_events if settings.asynchronous and clock == "wall" else catch_up.meet
     gossip = assemble(prepared, transport, meet, catch_up.nudge, writer)
     if len(gossip.lanes) > 1 and size > 1:

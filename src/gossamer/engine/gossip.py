@@ -16,7 +16,7 @@ from gossamer.comm import Counted, Job, Plain, Transport, clock
 from gossamer.engine.buffers import averaged_buffers
 from gossamer.engine.control import Control
 from gossamer.engine.lane import Lane
-from gossamer.engine.settings import Settings
+from gossamer.engine.policies import Settings
 from gossamer.errors import GossamerError, InputError
 from gossamer.trace import TraceWriter
 

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from gossamer.comm import Channel, Exchange, Job, PeerError, Scratch, Wire, clock, exchange, room_for
 from gossamer.engine.flat import Bucket, Flat
-from gossamer.engine.meter import Meter
-from gossamer.engine.settings import Settings
+from gossamer.engine.metrics import Metrics
+from gossamer.engine.policies import Settings
 from gossamer.engine.sketch import Sketcher
 from gossamer.errors import GossamerError, GossamerWarning
 from gossamer.topology.plan import Program
@@ -45,7 +45,7 @@ class Lane:
         settings: Settings,
         wire: Wire,
         channel: Channel,
-        meter: Meter,
+        meter: Metrics,
         sketcher: Sketcher | None,
         nudge: Callable[[int, int], None],
     ):

@@ -24,12 +24,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossamer.comm import Counted, Hub
-from gossamer.engine.assemble import Prepared, assemble, prepare
 from gossamer.engine.asynchronous import AsyncLane
+from gossamer.engine.build import Prepared, assemble, prepare
+from gossamer.engine.consistency import agree, describe
 from gossamer.engine.decentralize import starting_values
-from gossamer.engine.describe import agree, describe
 from gossamer.engine.gossip import Collective, Gossip
-from gossamer.engine.settings import Filter, Settings
+from gossamer.engine.policies import Filter, Settings
 from gossamer.engine.synchronous import SyncLane
 from gossamer.errors import InputError
 from gossamer.topology import Layout

@@ -2,10 +2,10 @@
 
 from gossamer.lab.cluster import Cluster
 from gossamer.lab.cpu import CpuMeter, RunStats
-from gossamer.lab.launch import WorkerFailed, WorkerPool, WorkerTimeout, run_workers
 from gossamer.lab.namespaces import LabUnavailable, clean_up, why_unavailable
-from gossamer.lab.server import warm_up
 from gossamer.lab.shaping import format_rate, parse_rate
+from gossamer.lab.workers.launch import WorkerFailed, WorkerPool, WorkerTimeout, run_workers
+from gossamer.lab.workers.server import warm_up
 
 __all__ = [
     "Cluster",

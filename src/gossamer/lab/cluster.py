@@ -11,10 +11,10 @@ from typing import Any, Literal
 from gossamer.errors import GossamerWarning, InputError
 from gossamer.lab.bandwidth import Way, batches, measure
 from gossamer.lab.cpu import RunStats
-from gossamer.lab.faults import Directory, Workforce
-from gossamer.lab.launch import Node, WorkerPool, check_per_node
 from gossamer.lab.namespaces import BRIDGE, DEVICE, LabUnavailable, Namespaces, clean_up, why_unavailable
 from gossamer.lab.shaping import HUB_ADDRESS, Links, address, format_rate, parse_rate
+from gossamer.lab.workers.faults import Directory, Workforce
+from gossamer.lab.workers.launch import Node, WorkerPool, check_per_node
 
 Network = Literal["namespaces", "paced", "loopback"]
 PACE = "GOSSAMER_PACE"  # how a paced cluster tells its workers' transport the rates

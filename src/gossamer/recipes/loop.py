@@ -10,9 +10,9 @@ from typing import Any
 
 from gossamer import GossamerError
 from gossamer.recipes.config import RunConfig
-from gossamer.recipes.crew import Crew
+from gossamer.recipes.graceful_stop import Stop, StopHere
 from gossamer.recipes.gradients import Gradients
-from gossamer.recipes.stop import Stop, StopHere
+from gossamer.recipes.strategy import Strategy
 from gossamer.recipes.task import Task
 
 Row = dict[str, Any]
@@ -42,7 +42,7 @@ class Progress:
 
 def train(
     task: Task,
-    crew: Crew,
+    crew: Strategy,
     config: RunConfig,
     gradients: Gradients,
     *,
@@ -138,7 +138,7 @@ def train(
 
 
 def evaluate(
-    task: Task, crew: Crew, *, final: bool = False, inside: Callable[[], None] | None = None
+    task: Task, crew: Strategy, *, final: bool = False, inside: Callable[[], None] | None = None
 ) -> dict[str, Any]:
     """The consensus model's quality and worker 0's own. Called by every worker; the first process measures, the others
     go on with their next step. `inside` is called while the parameters are the mean."""

@@ -20,11 +20,11 @@ import torch
 import gossamer
 from gossamer import GossamerError, InputError
 from gossamer.recipes.config import RunConfig, make_config
-from gossamer.recipes.crew import Crew, DdpCrew, GossipCrew, VirtualCrew, Wrap
+from gossamer.recipes.graceful_stop import Stop, StopAlone, StopHere
 from gossamer.recipes.gradients import choose
 from gossamer.recipes.loop import Clock, Progress, Row, train
 from gossamer.recipes.methods import Method, learning_rate
-from gossamer.recipes.stop import Stop, StopAlone, StopHere
+from gossamer.recipes.strategy import DdpStrategy, GossipStrategy, Strategy, VirtualStrategy, Wrap
 from gossamer.recipes.task import Task
 
 LEAVE_WITHIN = 5.0  # seconds that a worker which failed waits for the other parts of a checkpoint
@@ -84,10 +84,10 @@ def run(
     stop: Stop | StopHere | None = None,
     wrap: Wrap | None = None,
 ) -> Progress:
-    """Train as worker `rank`, or as all of them if they are virtual; every worker must call it. `wrap`: `DdpCrew`'s."""
+    """Train as worker `rank`, or as all virtual workers; every worker must call it. `wrap`: see `DdpStrategy`."""
     if config.virtual:
         torch.set_num_threads(config.threads)
-    crew = make_crew(config, task, method, folder, rank, wrap)
+    crew = make_strategy(config, task, method, folder, rank, wrap)
     if stop is None:
         everyone = Stop(folder, rank, config.workers, lockstep=crew.lockstep)
         stop = StopHere() if config.virtual else StopAlone(folder) if crew.survives else everyone
@@ -140,12 +140,14 @@ def _leaving(stop: Stop | StopHere, checkpoints: gossamer.Checkpoints) -> Iterat
         raise
 
 
-def make_crew(config: RunConfig, task: Task, method: Method, folder: Path, rank: int, wrap: Wrap | None) -> Crew:
+def make_strategy(
+    config: RunConfig, task: Task, method: Method, folder: Path, rank: int, wrap: Wrap | None
+) -> Strategy:
     if config.virtual:
-        return VirtualCrew(task, method, config)
+        return VirtualStrategy(task, method, config)
     if method.algorithm == "ddp":
-        return DdpCrew(task, method, config, rank, wrap)
-    return GossipCrew(task, method, config, rank, folder / "trace" if config.trace else None)
+        return DdpStrategy(task, method, config, rank, wrap)
+    return GossipStrategy(task, method, config, rank, folder / "trace" if config.trace else None)
 
 
 class _Metrics:

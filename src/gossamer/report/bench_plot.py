@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.errors import InputError
-from gossamer.runtime.methods import parse
+from gossamer.predict.methods import parse
 
 SUFFIXES = (".svg", ".png", ".pdf")
 BASELINE, PEER, OURS = "#a3a7ad", "#e0a13c", ("#3b73b9", "#2a9d8f", "#7a5bb5", "#74a9d8", "#1d3f6e")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.errors import InputError
-from gossamer.runtime.consensus import Curve, Scaling
+from gossamer.predict.consensus import Curve, Scaling
 
 POINTS = 250  # of a line: more cannot be seen
 COLORS = {"ad-psgd": "#57606a", "a2cid2": "#0969da"}

@@ -15,7 +15,7 @@ from gossamer.errors import InputError
 from gossamer.trace import COLORS, Span, Trace
 
 if TYPE_CHECKING:
-    from gossamer.runtime.closed_form import Contour
+    from gossamer.predict.closed_form import Contour
 
 MAX_SPANS = 20_000  # more than this cannot be told apart on a screen, and browsers choke
 MAX_PICTURE_ROWS = 64

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from gossamer.errors import InputError
+from gossamer.topology.a2cid2 import Rates, laplacian, rates, slow_modes
 from gossamer.topology.core import Layout, Topology
 from gossamer.topology.mixing import KEPT, Mixer, Mixing
-from gossamer.topology.rates import Rates, laplacian, rates, slow_modes
 from gossamer.topology.volume import Volume, volumes
 
 

@@ -15,15 +15,15 @@ from gossamer.comm import Job, Transport, clock
 from gossamer.engine.asynchronous.agenda import Agenda
 from gossamer.engine.asynchronous.board import Board
 from gossamer.engine.asynchronous.clock import VirtualClock, WallClock
-from gossamer.engine.asynchronous.meter import EventMeter
+from gossamer.engine.asynchronous.meter import EventMetrics
 from gossamer.engine.asynchronous.patience import Patience
 from gossamer.engine.asynchronous.state import State
 from gossamer.engine.asynchronous.thread import EventThread
 from gossamer.engine.asynchronous.trade import Trade
 from gossamer.engine.lane import NUDGE_AFTER, Lane
 from gossamer.errors import GossamerError, GossamerWarning, InputError
+from gossamer.topology.a2cid2 import Rates
 from gossamer.topology.events import Event, Events
-from gossamer.topology.rates import Rates
 
 
 class AsyncLane(Lane):
@@ -38,7 +38,7 @@ class AsyncLane(Lane):
         self.clock = WallClock() if settings.clock == "wall" else VirtualClock()
         wall = isinstance(self.clock, WallClock)
         self.agenda = Agenda(events, self.rank, trial=wall and settings.pairing == "auto")
-        self.meter = EventMeter(self.rank, self.meter.layout, self.meter.writer, self.index, self.clock)
+        self.meter = EventMetrics(self.rank, self.meter.layout, self.meter.writer, self.index, self.clock)
         layout = self.schedule.topology.layout
         self._trade = Trade(self.rank, layout, self.state, self._out, self.wire, self.channel, self.meter)
         self.drive: Callable[[int, float], None] | None = None  # performs virtual workers' events up to a time

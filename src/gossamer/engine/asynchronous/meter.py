@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from gossamer.engine.asynchronous.clock import VirtualClock, WallClock
-from gossamer.engine.meter import Meter
+from gossamer.engine.metrics import Metrics
 from gossamer.topology import Layout
 from gossamer.trace import TraceWriter
 
 
-class EventMeter(Meter):
+class EventMetrics(Metrics):
     """And the unit of time, once it is agreed; by lane, since other optimizers may have other step times."""
 
     def __init__(

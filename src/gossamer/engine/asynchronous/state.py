@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer.comm import Job
 from gossamer.engine.flat import Bucket
-from gossamer.topology.rates import Rates
+from gossamer.topology.a2cid2 import Rates
 
 CHUNK = 2**17  # elements
 ALPHA = 0.5  # of an exchange, on x

@@ -15,7 +15,7 @@ from gossamer.engine.asynchronous.board import Board
 from gossamer.engine.asynchronous.clock import VirtualClock, WallClock
 from gossamer.engine.asynchronous.patience import Patience
 from gossamer.engine.asynchronous.trade import Trade
-from gossamer.engine.settings import Settings
+from gossamer.engine.policies import Settings
 from gossamer.errors import GossamerError
 from gossamer.topology.events import Event
 

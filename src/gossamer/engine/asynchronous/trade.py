@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossamer.comm import Batch, Channel, Exchange, Job, Scratch, Wire, exchange
 from gossamer.engine.asynchronous.state import State
-from gossamer.engine.meter import Meter
+from gossamer.engine.metrics import Metrics
 from gossamer.topology import Layout
 from gossamer.topology.events import Event
 from gossamer.topology.plan import Piece, Program, Step
@@ -27,7 +27,7 @@ class Trade:
         outs: Sequence[Tensor],
         wire: Wire,
         channel: Channel,
-        meter: Meter,
+        meter: Metrics,
     ):
         self._rank, self._layout, self._state, self._outs = rank, layout, state, outs
         self._wire, self._channel, self._meter = wire, channel, meter

@@ -1,0 +1,1 @@
+"""TCP links between the members of an elastic job: handshake, frames, membership, the directory."""

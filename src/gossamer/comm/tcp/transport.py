@@ -1,0 +1,126 @@
+"""Exchanges over links of our own, for jobs that outlive their workers.
+
+gloo cannot be told to stop waiting for a peer without losing the connection, and an abandoned receive may still be
+written to; here a wait ends at once when the peer dies, has gone on, or is given up, and the buffer is safe after it.
+The arithmetic, the threads and the plans are those of every other transport.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.exchange import Batch
+from gossamer.comm.pace import Pace
+from gossamer.comm.tcp.frame import Header, Kind
+from gossamer.comm.tcp.inbox import MEETING, Key, Slot
+from gossamer.comm.tcp.link import Link, Lost
+from gossamer.comm.tcp.membership import Membership
+from gossamer.comm.threaded import ThreadedChannel
+from gossamer.comm.transport import Channel, Job, PeerError, Stamp, Transport
+
+
+class TcpTransport(Transport):
+    def __init__(self, membership: Membership):
+        self.rank, self.size, self.membership = membership.rank, membership.size, membership
+        self.pace = Pace.from_environment(self.rank)
+
+    def channel(self, index: int, lanes_in_flight: int, timeout: float) -> Channel:
+        return TcpChannel(self.membership, index, lanes_in_flight, self.pace)
+
+    def share(self, name: str, text: str) -> list[str]:
+        return self.membership.share(name, text)
+
+    def close(self) -> None:
+        self.membership.close()
+
+
+class TcpChannel(ThreadedChannel):
+    def __init__(self, membership: Membership, index: int, threads: int, pace: Pace | None):
+        self._members, self._links = membership, membership.links
+        self._closing = False
+        super().__init__(index, threads, pace)
+
+    def give_up(self, job: Job) -> None:
+        """Stop waiting for whoever has not answered; the job ends at once, and they count as late."""
+        job.given_up = True
+        self._links.inbox.wake()
+
+    def _cut(self) -> None:
+        self._closing = True
+        self._links.inbox.wake()
+
+    def _over(self, job: Job) -> bool:
+        return job.given_up or self._closing
+
+    def _carry(self, batch: Batch, job: Job) -> None:
+        stamp = job.stamp
+        assert stamp is not None, "a job on these links needs a stamp"
+        channel = self._index + (MEETING if stamp.meeting else 0)
+        inbox = self._links.inbox
+        slots: list[Slot] = []
+        try:
+            for peer, message in batch.recvs:
+                key = Key(peer, channel, job.bucket, stamp.received[peer])
+                slots.append(inbox.post(key, stamp.epoch, job.round, stamp.plan, _bytes(message)))
+                stamp.received[peer] += 1
+            for peer, message in batch.sends:
+                payload = _bytes(message)
+                header = Header(
+                    Kind.DATA,
+                    self._links.run,
+                    len(payload),
+                    stamp.plan,
+                    channel,
+                    stamp.epoch,
+                    job.round,
+                    job.bucket,
+                    stamp.sent[peer],
+                )
+                with job.waiting_for(peer):
+                    self._link(peer, job).send(header, payload, lambda: self._over(job))
+                stamp.sent[peer] += 1
+                job.count(peer, message)
+            for slot in slots:
+                with job.waiting_for(slot.key.sender), inbox.changed:
+                    inbox.changed.wait_for(lambda slot=slot: slot.over or self._over(job))  # type: ignore[misc]
+                if not slot.filled:
+                    raise Lost(slot.failed or f"worker {slot.key.sender} is late")
+        except Lost as error:
+            inbox.cancel(slots)
+            self._passed_by(job, channel, stamp, slots)
+            raise PeerError(
+                f"worker {self._members.rank} goes on without round {job.round}, bucket {job.bucket}: {error}"
+            ) from None
+
+    def _passed_by(self, job: Job, channel: int, stamp: Stamp, slots: list[Slot]) -> None:
+        """Those who would wait for this worker need not, and those it waited for in vain are not waited for again."""
+        if job.given_up and not stamp.meeting:
+            for slot in slots:
+                if not slot.over:
+                    self._links.peer(slot.key.sender).late = True
+        if stamp.meeting:
+            for rank in stamp.peers - {self._members.rank}:
+                self._members.want(rank)  # who waits for this worker may have no link with it yet
+        passed = Header(Kind.PASSED, self._links.run, channel=channel, bucket=job.bucket, round=job.round)
+        self._links.send_all(passed, to=stamp.peers)
+
+    def _link(self, rank: int, job: Job) -> Link:
+        """The link with a peer, waiting for it to be made."""
+        links = self._links
+        peer = links.peer(rank)
+        self._members.want(rank)
+        assert job.stamp is not None
+        with links.inbox.changed:
+            links.inbox.changed.wait_for(
+                lambda: peer.link is not None or peer.dead or self._over(job) or links.peer(rank) is not peer
+            )
+        if peer.late and not job.stamp.meeting:
+            raise Lost(f"worker {rank} was late before, and has not been heard of since")
+        if peer.link is None:
+            raise Lost(f"worker {rank} {peer.dead or 'did not connect'}")
+        return peer.link
+
+
+def _bytes(message: Tensor) -> memoryview:
+    return memoryview(message.view(torch.uint8).numpy().data)

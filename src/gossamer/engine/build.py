@@ -1,0 +1,210 @@
+"""From a user's model, optimizers and arguments to the parts of a handle, on one worker."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from gossamer.comm import Transport, ddp_process_group, group_ranks, sharded_ranks, wire_named
+from gossamer.engine.asynchronous import AsyncLane
+from gossamer.engine.control import Control
+from gossamer.engine.elastic.gossip import ElasticGossip
+from gossamer.engine.elastic.lane import ElasticLane
+from gossamer.engine.flat import Bucket, Flat, cut, flatten, is_sharded, refuse_overlaps
+from gossamer.engine.gossip import Gossip, Meet
+from gossamer.engine.lane import Lane
+from gossamer.engine.metrics import Metrics
+from gossamer.engine.policies import Filter, Settings
+from gossamer.engine.sketch import Sketcher
+from gossamer.engine.synchronous import SyncLane
+from gossamer.errors import InputError
+from gossamer.topology import Layout, resolve
+from gossamer.topology.a2cid2 import rates_of
+from gossamer.topology.events import Events
+from gossamer.topology.schedule import Schedule
+from gossamer.trace import TraceWriter
+
+
+@dataclass
+class Prepared:
+    """A worker ready to be compared with the others: nothing has been sent yet, no hook is in place."""
+
+    model: nn.Module  # without a DDP wrapper
+    optimizers: list[Optimizer]
+    flats: list[list[Flat]]
+    buckets: list[list[Bucket]]
+    schedule: Schedule
+    settings: Settings
+    layout: Layout
+    rank: int
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    topology: Any,
+    settings: Settings,
+    parameters: Filter | None,
+    layout: Layout,
+    rank: int,
+) -> Prepared:
+    """Validate, choose the topology for what the workers hold, lay out the parameters. Local."""
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    for o in optimizers:
+        if not isinstance(o, Optimizer):
+            raise InputError(f"decentralize() takes a torch optimizer or a list of them, got {type(o).__name__}")
+        if isinstance(o, LBFGS):
+            raise InputError(
+                "LBFGS evaluates its closure several times a step and cannot be mixed; use another optimizer"
+            )
+    if not optimizers:
+        raise InputError("decentralize() needs at least one optimizer, got an empty list")
+    schedule, bare = _schedule(model, topology, settings, layout, rank)
+    lanes = _lanes(bare, optimizers, parameters)
+    refuse_overlaps(bare.named_parameters())
+    flats = [flatten(named) for named in lanes]
+    size = None if settings.bucket_mb is None else max(1, round(settings.bucket_mb * 2**20))
+    buckets = [cut(f, size, schedule.topology.period) for f in flats]
+    return Prepared(bare, optimizers, flats, buckets, schedule, settings, layout, rank)
+
+
+def _schedule(
+    model: nn.Module, topology: Any, settings: Settings, layout: Layout, rank: int
+) -> tuple[Schedule, nn.Module]:
+    """The topology over workers; or over nodes when a node's workers hold one replica (DDP) or its shards (FSDP2)."""
+    policy: dict[str, Any] = {
+        "stagger": settings.stagger,
+        "hierarchical": settings.hierarchical,
+        "average_every": settings.average_every // settings.every,
+    }
+    group = ddp_process_group(model)
+    sharded = [p for p in model.parameters() if is_sharded(p)]
+    if group is None and not sharded:
+        return Schedule(resolve(topology, layout), **policy), model
+    if settings.survives:
+        raise InputError(
+            "on_failure='continue' needs every worker to have a replica of its own, but the model is wrapped in DDP or "
+            "sharded by FSDP2, which do not survive a dead worker; pass the bare model, or use on_failure='raise'"
+        )
+    inside = sorted(group_ranks(group) if group is not None else sharded_ranks(sharded[0]))
+    if settings.asynchronous:
+        raise InputError(
+            f"algorithm {settings.algorithm!r} needs every worker to have a replica of its own, but the model is "
+            "wrapped in DDP or sharded by FSDP2; use algorithm='awc'"
+        )
+    mine = list(layout.members[layout.node[rank]])
+    kind = "wrapped in DDP" if group is not None else "sharded by FSDP2"
+    if inside != mine:
+        raise InputError(
+            f"the model is {kind} over workers {inside}, but this node's workers are {mine}; use gossamer.node_group() "
+            "so that gradients are averaged inside the node and parameters gossip between nodes"
+        )
+    between = resolve(topology, Layout.of([1] * layout.nodes))
+    if settings.average_moments:
+        raise InputError(
+            "average_moments=True needs every worker to have a replica of its own, but the model is wrapped in DDP or "
+            "sharded by FSDP2; leave it out"
+        )
+    if group is not None:
+        assert isinstance(model.module, nn.Module)
+        return Schedule(between, inside=layout, **policy), model.module
+    if len(set(layout.per_node)) != 1:
+        raise InputError(
+            f"FSDP2 needs the same number of workers on every node, got {list(layout.per_node)}: shards must match"
+        )
+    if len(sharded) != len(list(model.parameters())):
+        raise InputError("some parameters are sharded by FSDP2 and some are not; apply fully_shard to the whole model")
+    place = mine.index(rank)
+    return Schedule(between, ranks=tuple(m[place] for m in layout.members), **policy), model
+
+
+def _lanes(
+    model: nn.Module, optimizers: Sequence[Optimizer], parameters: Filter | None
+) -> list[list[tuple[str, nn.Parameter]]]:
+    """Each optimizer's mixed parameters with their names, in the optimizer's order."""
+    names = {p: name for name, p in model.named_parameters()}  # a tied weight has one object and its first name
+    held: dict[nn.Parameter, int] = {}
+    lanes = []
+    for index, optimizer in enumerate(optimizers):
+        named = []
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p not in names:
+                    raise InputError(
+                        f"optimizer {index} ({type(optimizer).__name__}) holds a parameter of shape {tuple(p.shape)} "
+                        "that is not the model's; pass the model whose parameters the optimizer was made from"
+                    )
+                if p in held:
+                    raise InputError(
+                        f"parameter {names[p]!r} is held by optimizers {held[p]} and {index}; give it to one"
+                    )
+                held[p] = index
+                if p.requires_grad and (parameters is None or parameters(names[p], p)):
+                    named.append((names[p], p))
+        if not named:
+            raise InputError(
+                f"optimizer {index} ({type(optimizer).__name__}) has no parameter to mix; check parameters= and "
+                "requires_grad"
+            )
+        lanes.append(named)
+    return lanes
+
+
+def assemble(
+    prepared: Prepared,
+    transport: Transport,
+    meet: Meet,
+    nudge: Callable[[int, int], None],
+    writer: TraceWriter | None,
+) -> Gossip:
+    """Open the channels and attach the hooks."""
+    p, settings = prepared, prepared.settings
+    control = Control(p.rank, p.layout, transport.channel(0, 1, settings.timeout))
+    sharded = p.schedule.ranks is not None
+    slots = p.layout.per_node[0] if sharded else 1
+    slot = p.layout.members[p.layout.node[p.rank]].index(p.rank) if sharded else 0
+    lanes: list[Lane] = []
+    for index, optimizer in enumerate(p.optimizers):
+        meter = Metrics(p.rank, p.layout, writer)
+        kind = AsyncLane if settings.asynchronous else ElasticLane if settings.survives else SyncLane
+        lane = kind(
+            index,
+            p.rank,
+            optimizer,
+            p.flats[index],
+            p.buckets[index],
+            p.schedule,
+            settings,
+            wire_named(settings.wire),
+            transport.channel(2 * index + 1, min(settings.in_flight, len(p.buckets[index]) + 1), settings.timeout),
+            meter,
+            None,
+            nudge,
+        )
+        if isinstance(lane, AsyncLane):
+            topology = p.schedule.topology
+            pairing: Any = "rounds" if settings.pairing == "rounds" else "edges"
+            gaps: Any = settings.gaps
+            events = Events(topology, settings.rate, settings.seed + 7919 * index, gaps, pairing)
+            lane.begin_gossip(transport, events, rates_of(topology))
+        guard = settings.consensus_guard
+        if guard is not None and not lane.alone:
+            lane.sketcher = Sketcher(
+                guard.every,
+                guard.max_ratio if math.isfinite(guard.max_ratio) else None,
+                p.rank,
+                control.schedule,
+                transport.channel(2 * index + 2, 1, settings.timeout),
+                lane.wait,
+                seed=index,
+                slot=slot,
+                slots=slots,
+            )
+        lanes.append(lane)
+    handle = ElasticGossip if settings.survives else Gossip
+    return handle(p.model, lanes, settings, transport, control, meet, writer, slots)

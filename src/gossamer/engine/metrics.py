@@ -1,0 +1,77 @@
+"""What a lane counts: steps, rounds, bytes, and whom it waited for."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+from gossamer.comm import Job, clock
+from gossamer.topology import Layout
+from gossamer.trace import TraceWriter
+
+
+class Metrics:
+    """Counters and spans of one lane. Only the training thread touches it."""
+
+    def __init__(self, worker: int, layout: Layout, writer: TraceWriter | None):
+        self.worker, self.layout, self.writer = worker, layout, writer
+        self._zero = clock() - writer.now() if writer is not None else 0.0
+        self.steps = 0
+        self.rounds = 0
+        self.mix_only = 0
+        self.skipped = 0
+        self.averages = 0
+        self.guard_averages = 0
+        self.sent: Counter[int] = Counter()  # bytes by peer
+        self.waited: defaultdict[int, float] = defaultdict(float)  # seconds by peer
+        self.waited_total = 0.0
+        self.refused: Counter[int] = Counter()  # exchanges not mixed in, by whose values
+        self.last_refusal = ""
+
+    def refuse(self, peer: int, why: str) -> None:
+        """What `peer` sent is not mixed in. (Called by communication threads, one exchange at a time.)"""
+        self.refused[peer] += 1
+        self.last_refusal = f"worker {peer}: {why}"
+
+    def waited_for(self, job: Job, since: float, until: float) -> None:
+        """The training thread stood still from `since` to `until`: charge it to the peers the exchange waited for."""
+        self.waited_total += until - since
+        for peer, start, stop in job.blocked:
+            seconds = min(stop, until) - max(start, since)
+            if seconds > 0:
+                self.waited[peer] += seconds
+                self.span("wait", max(start, since), min(stop, until), peer=peer, round=job.round, bucket=job.bucket)
+
+    def exchanged(self, job: Job) -> None:
+        self.sent.update(job.sent)
+        if job.started is not None and job.finished is not None:
+            sent = sum(job.sent.values())
+            self.span("exchange", job.started, job.finished, round=job.round, bucket=job.bucket, bytes=sent)
+
+    def span(self, category: str, start: float, end: float, **attrs: Any) -> None:
+        if self.writer is not None:
+            self.writer.record(category, start - self._zero, end - self._zero, **attrs)
+
+    def summary(self) -> dict[str, Any]:
+        node = self.layout.node
+        inside = sum(b for p, b in self.sent.items() if node[p] == node[self.worker])
+        links: defaultdict[str, float] = defaultdict(float)
+        for peer, seconds in self.waited.items():
+            a, b = sorted((node[self.worker], node[peer]))
+            links[f"node {a}" if a == b else f"node {a} - node {b}"] += seconds
+        return {
+            "steps": self.steps,
+            "rounds": self.rounds,
+            "mix_only_rounds": self.mix_only,
+            "skipped_mixes": self.skipped,
+            "exact_averages": self.averages,
+            "guard_averages": self.guard_averages,
+            "bytes_sent": sum(self.sent.values()),
+            "bytes_sent_intra": inside,
+            "bytes_sent_inter": sum(self.sent.values()) - inside,
+            "bytes_sent_by_peer": dict(sorted(self.sent.items())),
+            "refused_by_peer": dict(sorted(self.refused.items())),
+            "seconds_waited": self.waited_total,
+            "seconds_waited_by_peer": dict(sorted(self.waited.items())),
+            "seconds_waited_by_link": dict(sorted(links.items())),
+        }

@@ -1,0 +1,1 @@
+"""Training jobs on this machine: processes, run folders and signals behind `train` and `compare`."""

@@ -1,0 +1,123 @@
+"""Predicted time for training runs: the clock of virtual workers, and what stands beside a measured step time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gossamer.predict.cluster import Cluster
+    from gossamer.predict.methods import Method
+    from gossamer.recipes.config import RunConfig
+    from gossamer.report.runs import Group
+    from gossamer.trace import Trace
+
+TRACED = 6  # steps in a predicted timeline
+
+
+def described(source: str | Mapping[str, Any]) -> Cluster:
+    """A preset, a file, or the description that an earlier clock holds."""
+    from gossamer.predict.cluster import from_dict, load
+
+    return load(source) if isinstance(source, str) else from_dict(source, "the cluster in the run's config.json")
+
+
+def described_cluster(source: str | Mapping[str, Any], per_node: Sequence[int]) -> Cluster:
+    """The cluster's machines and model, with as many workers as the run has."""
+    from gossamer.topology import Layout
+
+    return described(source).resized(Layout.of(per_node))
+
+
+def simulated_on(source: str | Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], Trace]:
+    """`simulated`, with the description of the cluster in the clock: what a run of another size is resumed by."""
+    from gossamer.predict.methods import parse
+
+    clock, trace = simulated(parse(config.method), config, described_cluster(source, config.per_node))
+    return {**clock, "description": described(source).model_dump(mode="json")}, trace
+
+
+def simulated(method: Method, config: RunConfig, cluster: Cluster) -> tuple[dict[str, Any], Trace]:
+    """The clock of a virtual run: the predicted step time on the cluster, and a predicted timeline."""
+    from gossamer.predict.predict import default_policy, predict, predicted_trace
+    from gossamer.topology import Layout
+
+    setting = _repeated(cluster, config.micro_batches)
+    if config.exact_inside and method.algorithm != "ddp":
+        # A node is one replica whose compute is a DDP step of its workers, the largest node's; it sends the model once.
+        mean = float(setting.compute.means(config.workers).mean())
+        same: dict[str, Any] = {"reference_workers": None, "fixed_seconds": 0.0, "per_worker": None}
+        node = setting.changed(compute={**same, "seconds": mean, "update_seconds": 0.0})
+        inside = predict("ddp", node.resized(Layout.of([max(config.per_node)])), steps=200)
+        durations = tuple(map(float, inside.durations))
+        setting = setting.resized(Layout.of([1] * len(config.per_node))).changed(
+            compute={**same, "seconds": inside.step_time, "samples": durations}
+        )
+    policy = default_policy(setting, method)
+    if method.algorithm == "awc":
+        policy = replace(
+            policy,
+            every=config.every,
+            staleness=config.staleness,
+            combine=config.combine,
+            average_every=config.average_every // config.every,
+        )
+    result = predict(method, setting, steps=200, policy=policy, trace_steps=TRACED)
+    clock = {
+        "kind": "simulated",
+        "cluster": cluster.name,
+        "layout": str(cluster.layout),
+        "model_mb": cluster.model.mb,
+        "step_seconds": result.step_time,
+        "waiting": result.waiting,
+    }
+    return clock, predicted_trace(method, setting, result)
+
+
+def _repeated(cluster: Cluster, batches: int) -> Cluster:
+    """With a step of so many batches: DDP's gradients become ready in the last one's backward pass."""
+    compute = cluster.compute
+    many = None if compute.per_worker is None else tuple(batches * seconds for seconds in compute.per_worker)
+    return cluster.changed(
+        compute={
+            "seconds": batches * compute.seconds,
+            "fixed_seconds": batches * compute.fixed_seconds,
+            "per_worker": many,
+        },
+        ddp={"backward_share": cluster.ddp.backward_share / batches},
+    )
+
+
+def predict_measured(groups: list[Group]) -> None:
+    """Beside each measured step time on shaped links the one that the runtime model predicts for them, with the compute
+    time that the workers had: the shortest step without waiting."""
+    from gossamer.lab import parse_rate
+    from gossamer.predict.cluster import Cluster, Compute, Ddp, Link, Links, Model
+    from gossamer.predict.predict import predict
+    from gossamer.topology import Layout
+
+    runs = [run for g in groups for run in g.runs]
+    computes = [run.step_time * (1 - run.waiting) for run in runs if run.waiting is not None]
+    rate = parse_rate(runs[0].clock.get("link"))
+    if runs[0].clock["kind"] != "measured" or rate is None or not computes:
+        return
+    for g in groups:
+        content = g.runs[0].content
+        config = content["config"]
+        if config["exact_inside"]:
+            continue  # the model describes gossip between workers, and all-reduce
+        layout = Layout.of(config["per_node"])
+        described = Cluster(
+            nodes=layout.nodes,
+            per_node=layout.per_node,
+            links=Links(inter=Link(bandwidth_gbps=rate / 1e9), intra=Link(bandwidth_gbps=10)),
+            compute=Compute(seconds=min(computes)),
+            model=Model(mb=content["parameters"] * 4 / 1e6),
+            ddp=Ddp(bucket_mb=config["ddp_bucket_mb"] or 25.0),
+        )
+        predicted = predict(content["method"], described, steps=100).step_time
+        for run in g.runs:
+            run.content["predicted_step_seconds"] = predicted
+            (run.folder / "config.json").write_text(json.dumps(run.content, indent=1) + "\n")

@@ -1,0 +1,1 @@
+"""Benchmarks in the lab: methods measured beside each other on emulated accelerators and shaped links."""

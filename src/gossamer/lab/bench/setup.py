@@ -1,0 +1,197 @@
+"""What a benchmark runs on: the lab's cluster, the emulated model, and bucket sizes worth trying."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gossamer.errors import InputError
+from gossamer.lab.cluster import Cluster, Network
+from gossamer.lab.emulate import EmulatedModel
+from gossamer.lab.shaping import Links, format_rate
+from gossamer.predict.cluster import Cluster as Description
+from gossamer.predict.compute import ComputeTime, Table, parse_jitter
+from gossamer.predict.methods import Method
+from gossamer.predict.predict import derived
+
+MiB = 2**20
+MODEL_MB = 4.0
+BUCKETS = (16, 8, 4, 2)  # how many buckets are tried
+SECONDS_A_WORKER = 0.05  # compute of a dilated cluster's step: two cores then stay below half busy
+DECENT_DP = {
+    "aer": "alternating-exp-ring",
+    "one-peer-exponential": "one-peer-exp",
+    "ring": "ring",
+    "complete": "complete",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One cluster and one model. Rates as `gossamer.lab` reads them; `dilation` says what a preset was scaled by."""
+
+    per_node: tuple[int, ...] = (2, 2, 2, 2)
+    link: str | float | None = "50mbit"
+    links: Mapping[tuple[int, int], str | float | None] = field(default_factory=dict)
+    compute: float = 0.4
+    jitter: str = "none"
+    model_mb: float = MODEL_MB
+    layers: int = 8
+    network: Network = "namespaces"
+    name: str = ""
+    dilation: Mapping[str, float] = field(default_factory=dict)
+    means: tuple[float, ...] = ()  # of each worker relative to `compute`, where they differ
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.compute) and self.compute >= 0):
+            raise InputError(f"the compute time must be at least 0 seconds and finite, got {self.compute}; pass 0.4")
+        if not (math.isfinite(self.model_mb) and 0 < self.model_mb <= 4096):
+            raise InputError(f"the model must have between 0 and 4096 MB, got {self.model_mb}; pass e.g. 4")
+        if not 1 <= self.layers <= 4096:
+            raise InputError(f"the model must have 1 to 4096 layers, got {self.layers}; pass e.g. 8")
+        parse_jitter(self.jitter)
+        self.cluster()  # says what is wrong with nodes and rates before anything starts
+
+    @property
+    def n(self) -> int:
+        return sum(self.per_node)
+
+    @property
+    def model_bytes(self) -> int:
+        return 4 * round(self.model_mb * 1e6 / 4)
+
+    @property
+    def rates(self) -> Links:
+        """In bits a second."""
+        return Links.parse(len(self.per_node), self.link, self.links)
+
+    def cluster(self) -> Cluster:
+        return Cluster(per_node=self.per_node, link=self.link, links=self.links, network=self.network)
+
+    def table(self, steps: int, seed: int) -> Table:
+        """Compute times [steps, workers]; equal for all methods."""
+        drawn = ComputeTime(self.compute, parse_jitter(self.jitter)).sample(self.n, steps, seed)
+        return drawn * self.means if self.means else drawn
+
+    def gamma(self) -> float | None:
+        """A ring all-reduce's time over the compute time: 2 (n-1)/n S bytes leave every node."""
+        rate = self.rates.default
+        if rate is None or not self.compute or len(self.per_node) == 1:
+            return None
+        return 2 * (self.n - 1) / self.n * self.model_bytes * 8 / rate / self.compute
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "compute_seconds": self.compute,
+            "jitter": self.jitter,
+            "model_mb": self.model_mb,
+            "layers": self.layers,
+            "gamma": self.gamma(),
+            "dilation": dict(self.dilation),
+        }
+
+
+def dilated(cluster: Description, *, compute: float | None = None, model_mb: float | None = None) -> Setup:
+    """A described cluster at the lab's scale: fewer bytes, longer compute, slower links, the same γ.
+
+    The step computes for 0.05 s times the number of workers, and the model has 4 MB, unless told otherwise. The link is
+    then the one over which a ring all-reduce takes γ compute times: 2 (n-1)/n S / (γ c). Latency, the limit of one
+    connection, and links inside a node are not emulated. Pairs keep their ratio to the other links.
+    """
+    if cluster.compute.samples is not None:
+        raise InputError("a cluster with compute.samples has no jitter to emulate; use jitter = 'replay:FILE'")
+    layout, facts = cluster.layout, derived(cluster)
+    means = cluster.compute.means(layout.n)
+    mean = float(means.mean())
+    setup = Setup(
+        per_node=layout.per_node,
+        link=None,
+        compute=SECONDS_A_WORKER * layout.n if compute is None else compute,
+        jitter=cluster.compute.jitter,
+        model_mb=MODEL_MB if model_mb is None else model_mb,
+        name=cluster.name,
+        means=tuple(float(m) / mean for m in means) if cluster.compute.per_worker else (),
+    )
+    if layout.nodes == 1 or not facts["gamma"] > 0 or not setup.compute:
+        return setup
+    rate = 2 * (layout.n - 1) / layout.n * setup.model_bytes * 8 / (facts["gamma"] * setup.compute)
+    factor = rate / (cluster.links.inter.bandwidth_gbps * 1e9)
+    pairs = {p.nodes: p.bandwidth_gbps * 1e9 * factor for p in cluster.links.pairs}
+    dilation = {
+        "gamma": facts["gamma"],
+        "compute": setup.compute / mean,
+        "model": setup.model_bytes / cluster.model.bytes,
+        "bandwidth": factor,
+    }
+    return replace(setup, link=rate, links=pairs, dilation=dilation)
+
+
+def parse_links(text: str) -> dict[tuple[int, int], str]:
+    """`0-3=10mbit,1-2=none` as the lab's `links`."""
+    made: dict[tuple[int, int], str] = {}
+    for piece in filter(None, (p.strip() for p in text.split(","))):
+        pair, equals, rate = piece.partition("=")
+        ends = pair.split("-")
+        if not equals or len(ends) != 2 or not all(e.strip().isdigit() for e in ends):
+            raise InputError(f"links are written FROM-TO=RATE, got {piece!r}; write e.g. 0-3=10mbit,1-2=none")
+        a, b = sorted(map(int, ends))
+        if (a, b) in made:
+            raise InputError(f"the link {a}-{b} is listed twice in {text!r}; give it one rate, for both directions")
+        made[a, b] = rate.strip()
+    return made
+
+
+def format_links(setup: Setup) -> str:
+    rates = setup.rates
+    pairs = ", ".join(f"{a}-{b} {format_rate(rate)}" for (a, b), rate in rates.pairs.items())
+    return format_rate(rates.default) + (f" ({pairs})" if pairs else "")
+
+
+def bucket_sizes(method: Method, setup: Setup, counts: Sequence[int] = BUCKETS) -> tuple[float | None, ...]:
+    """Bucket sizes in MiB to try: `counts` buckets, as far as they differ; first the package's own choice.
+
+    Asynchronous methods exchange the whole model and wait for no bucket: there is nothing to choose.
+
+    DDP and Decent-DP close a bucket with the parameter that fills it and cut none, so there are no more buckets than
+    layers. Sizes are a hundredth smaller, so that whole layers fill their bucket and not one more.
+    """
+    whole = setup.model_bytes / MiB
+    if method.asynchronous:
+        return (None,)
+    if method.package != "gossamer":
+        counts = sorted({min(c, setup.layers) for c in counts}, reverse=True)
+        own = 25.0  # the default of both
+        return (own, *(0.99 * whole / c for c in counts if 0.99 * whole / c < own and c > 1))
+    return (None, *(1.01 * whole / c for c in counts))  # Gossamer cuts parameters: a little larger, for one less
+
+
+def why_not(method: Method, setup: Setup) -> str | None:
+    """Why a peer cannot take part, in a sentence; None when it can."""
+    if method.package != "decent-dp":
+        return None
+    missing = [name for name in ("decent_dp", "numpy") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"{missing[0].replace('_', '-')} is not installed; pip install 'gossamer[bench]'"
+    if setup.network == "paced":
+        return "its exchanges cannot be paced; it needs --network namespaces (Linux, root)"
+    known = DECENT_DP.get(method.topology or "")
+    if known is None:
+        return f"it has no topology {method.topology}; it knows {', '.join(DECENT_DP)}"
+    nodes, counts = len(setup.per_node), set(setup.per_node)
+    if len(counts) > 1:
+        return f"it needs equally many workers on every node, got {list(setup.per_node)}"
+    if known == "alternating-exp-ring" and (nodes < 2 or nodes & (nodes - 1) or counts == {1}):
+        return f"its aer needs 2, 4, 8, ... nodes of at least 2 workers, got {nodes} of {min(counts)}"
+    if known == "one-peer-exp" and (setup.n < 2 or setup.n & (setup.n - 1)):
+        return f"its one-peer-exponential needs 2, 4, 8, ... workers, got {setup.n}"
+    if setup.n < 2 or (known == "ring" and setup.n % 2):
+        return f"it needs an even number of workers, got {setup.n}"
+    return None
+
+
+def emulated(setup: Setup, seconds: list[float]) -> EmulatedModel:
+    return EmulatedModel(setup.model_mb, setup.layers, seconds)

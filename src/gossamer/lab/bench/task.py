@@ -1,0 +1,156 @@
+"""Time to loss: a small task with real data and gradients, whose step also takes an accelerator's time.
+
+The task is a classification that a network must learn: inputs are random, labels those of a fixed random network (the
+teacher), fresh in every step, so the loss of a step is that of unseen data. The student's layers sleep as an emulated
+accelerator's do, a third of the time in forward, the rest in backward, layer by layer: DDP overlaps as ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gossamer
+from gossamer.comm import baseline, world
+from gossamer.lab.bench.worker import optimizer_of
+from gossamer.lab.emulate import FORWARD, Clock
+from gossamer.predict.methods import Method
+
+INPUTS, CLASSES, HIDDEN_LAYERS = 64, 10, 4
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One run: `seconds_of[rank]` are a worker's compute times, a step each."""
+
+    method: Method
+    lr: float
+    seconds_of: tuple[tuple[float, ...], ...]
+    width: int = 256
+    batch: int = 32
+    seed: int = 0
+    bucket_mb: float | None = None
+    timeout: float = 120.0
+
+
+class _Pause(torch.autograd.Function):
+    """Identity that takes its layer's share of the compute time, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: Student, layer: int) -> Tensor:
+        ctx.model, ctx.layer = model, layer
+        if layer == 0:
+            model.clock.begin()
+        model.clock.sleep_until(FORWARD * model.seconds * (layer + 1) / model.depth)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        model, done = ctx.model, ctx.model.depth - ctx.layer
+        if done == 1:
+            model.clock.begin()
+        model.clock.sleep_until((1 - FORWARD) * model.seconds * done / model.depth)
+        return grads[0], None, None
+
+
+class Student(nn.Module):
+    """A plain network of equally wide layers; `seconds` is the compute time of the step to come."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        sizes = [INPUTS, *[width] * HIDDEN_LAYERS, CLASSES]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+        self.depth = len(self.layers)
+        self.seconds = 0.0
+        self.clock = Clock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x if index == 0 else torch.relu(x))
+            if self.training:
+                paused: Tensor = _Pause.apply(x, self, index)  # type: ignore[no-untyped-call]
+                x = paused
+        return x
+
+
+def teacher() -> Callable[[Tensor], Tensor]:
+    """The labels; the same on every worker and in every run."""
+    source = torch.Generator().manual_seed(1234)
+    first = torch.randn(INPUTS, 48, generator=source) / INPUTS**0.5
+    second = torch.randn(48, CLASSES, generator=source)
+    return lambda x: (torch.tanh(2 * x @ first) @ second).argmax(1)
+
+
+def learn(rank: int, lesson: Lesson) -> dict[str, Any]:
+    """Train; `times` (seconds since the common start) and `losses` of every step, and `final`, the loss of the exact
+    mean of all workers' models on 4096 unseen samples."""
+    torch.set_num_threads(1)
+    world.join_world()
+    torch.manual_seed(lesson.seed)  # one starting point for all methods and workers
+    model = Student(lesson.width)
+    labels, data = teacher(), torch.Generator().manual_seed(1000 * lesson.seed + rank)
+    optimizer = optimizer_of(lesson.method.optimizer, model.parameters(), lesson.lr)
+    gossip: Any = None
+    forward: nn.Module = model
+    if lesson.method.algorithm == "ddp":
+        forward = baseline.ddp(model, bucket_mb=lesson.bucket_mb, wire=lesson.method.wire)
+    else:
+        gossip = gossamer.decentralize(
+            model,
+            optimizer,
+            topology=lesson.method.topology,
+            algorithm=lesson.method.algorithm,
+            wire=lesson.method.wire,
+            bucket_mb=lesson.bucket_mb,
+            timeout=lesson.timeout,
+        )
+    seconds = lesson.seconds_of[rank]
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(seconds), lesson.lr / 20)
+    times, losses = [], []
+    world.wait_for_all()
+    begin = time.monotonic()
+    for compute in seconds:
+        model.seconds = compute
+        x = torch.randn(lesson.batch, INPUTS, generator=data)
+        loss = nn.functional.cross_entropy(forward(x), labels(x))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        times.append(time.monotonic() - begin)
+        losses.append(loss.item())
+    final = _final_loss(model, gossip, labels)
+    if gossip is not None:
+        gossip.close()
+    world.leave_world()
+    return {"times": times, "losses": losses, "final": final}
+
+
+def _final_loss(model: Student, gossip: Any, labels: Callable[[Tensor], Tensor]) -> float:
+    x = torch.randn(4096, INPUTS, generator=torch.Generator().manual_seed(99))
+    model.eval()
+    with torch.no_grad():
+        if gossip is None:
+            return float(nn.functional.cross_entropy(model(x), labels(x)))
+        with gossip.averaged():
+            return float(nn.functional.cross_entropy(model(x), labels(x)))
+
+
+def curve(told: list[dict[str, Any]], window: int = 20) -> list[tuple[float, float]]:
+    """(seconds, loss): the slowest worker's time and the mean loss over workers and the last `window` steps."""
+    times = [max(t["times"][k] for t in told) for k in range(len(told[0]["times"]))]
+    means = [sum(t["losses"][k] for t in told) / len(told) for k in range(len(times))]
+    return [
+        (times[k], sum(means[k - window + 1 : k + 1]) / window) for k in range(window - 1, len(times))
+    ]  # fmt: skip
+
+
+def time_to(points: list[tuple[float, float]], target: float) -> float | None:
+    """When a curve first reaches the target."""
+    return next((t for t, loss in points if loss <= target), None)

@@ -1,0 +1,139 @@
+"""One call for every method: the predicted step time on a described cluster or in the paper's abstract setting."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gossamer.errors import InputError
+from gossamer.predict.asynchronous import simulate_async
+from gossamer.predict.cluster import Cluster, MiB
+from gossamer.predict.compute import parse_jitter
+from gossamer.predict.costs import AbstractCosts, ClusterCosts, Floats
+from gossamer.predict.methods import Method, parse
+from gossamer.predict.simulator import PAPER, Policy, Result, simulate, simulate_ddp
+from gossamer.topology import Layout, Round, build
+from gossamer.topology.schedule import Schedule
+from gossamer.trace import Trace
+
+STEPS = 400
+MOST_TIMES = 1 << 27  # a gigabyte of compute times
+
+
+@dataclass(frozen=True)
+class Abstract:
+    """The paper's setting: γ, ω and a jitter, times in units of the mean compute. See `closed_form`."""
+
+    layout: Layout
+    gamma: float
+    omega: float = 1.0
+    jitter: str = "none"
+    backward_share: float = 2 / 3
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "omega"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise InputError(f"{name} must be a finite number of at least 0, got {value}")
+        parse_jitter(self.jitter)
+
+    def resized(self, layout: Layout) -> Abstract:
+        return replace(self, layout=layout)
+
+
+Setting = Cluster | Abstract
+
+
+def default_policy(setting: Setting, method: Method | None = None) -> Policy:
+    """Abstract: the paper's. On a cluster: the engine's, or what the peer package does."""
+    if isinstance(setting, Abstract):
+        return PAPER
+    if method is None or method.topology is None:
+        return Policy(setting.model.buckets_for(1))
+    if method.package == "decent-dp":
+        # torch's all-reduce in each group, one after another, all buckets by the same round
+        buckets = setting.model.buckets or math.ceil(setting.model.bytes / (25 * MiB))
+        return Policy(buckets, stagger=False, hierarchical=False, in_flight=1)
+    return Policy(setting.model.buckets_for(build(method.topology, setting.layout).period))
+
+
+def ddp_shares(setting: Setting, buckets: int = 1) -> Floats:
+    """The parts of the model that DDP reduces one by one: torch's first bucket is 1 MiB, the others the set size."""
+    if isinstance(setting, Abstract):
+        return np.full(buckets, 1 / buckets)
+    total, cap = setting.model.bytes, setting.ddp.bucket_mb * MiB
+    first = min(MiB, cap, total)
+    rest = total - first
+    count = math.ceil(rest / cap)
+    sizes = [first, *[cap] * (count - 1), *([rest - cap * (count - 1)] if count else [])]
+    return np.array(sizes) / total
+
+
+def predict(
+    method: Method | str,
+    setting: Setting,
+    *,
+    steps: int = STEPS,
+    seed: int = 0,
+    policy: Policy | None = None,
+    rate: float = 1.0,
+    trace_steps: int = 0,
+) -> Result:
+    """Simulate `steps` steps of a method. The same seed gives every method the same compute times."""
+    method = parse(method) if isinstance(method, str) else method
+    if steps < 10:
+        raise InputError(f"a prediction needs at least 10 steps to settle, got {steps}")
+    if seed < 0:
+        raise InputError(f"the seed must not be negative, got {seed}; pass for example 0")
+    if trace_steps < 0:
+        raise InputError(f"the steps in a timeline must not be negative, got {trace_steps}; pass for example 8")
+    policy = policy or default_policy(setting, method)
+    layout = setting.layout
+    room = steps * (policy.staleness + policy.every) if method.algorithm == "awc" else steps
+    if room * layout.n > MOST_TIMES:
+        raise InputError(
+            f"{room} steps of {layout.n} workers are too many to simulate (at most {MOST_TIMES} in all); pass fewer"
+        )
+    if isinstance(setting, Abstract):
+        draws = parse_jitter(setting.jitter).sample(layout.n, room, seed)
+        costs: AbstractCosts | ClusterCosts = AbstractCosts(
+            layout, setting.gamma, setting.omega, method.wire, policy.hierarchical
+        )
+        share, update = setting.backward_share, 0.0
+    else:
+        draws = setting.compute.draw(layout.n, room, seed)
+        costs = ClusterCosts(setting, method.wire, policy.hierarchical, method.package == "decent-dp")
+        share, update = setting.ddp.backward_share, setting.compute.update_seconds
+    if method.algorithm == "ddp":
+        shares = ddp_shares(setting, policy.buckets)
+        return simulate_ddp(costs, draws, shares, backward_share=share, update=update, trace_steps=trace_steps)
+    topology = build(method.topology or "", layout)
+    if method.asynchronous:
+        return simulate_async(topology, costs, draws + update, rate=rate, seed=seed, trace_steps=trace_steps)
+    return simulate(Schedule(topology), costs, draws, policy, rounds=steps, update=update, trace_steps=trace_steps)
+
+
+def predicted_trace(method: Method | str, setting: Setting, result: Result) -> Trace:
+    """A result's spans as a trace, to write, draw or compare with a measured one."""
+    return Trace(result.spans, setting.layout.node, f"{method} (predicted)")
+
+
+def derived(setting: Cluster) -> dict[str, float]:
+    """γ, ω and σ² of a cluster: all-reduce over compute, an AER exchange between two nodes over all-reduce, jitter."""
+    compute = float(setting.compute.means(setting.layout.n).mean()) + setting.compute.update_seconds
+    costs = ClusterCosts(setting)
+    allreduce = costs.allreduce(1.0)
+    layout = setting.layout
+    pair = [w for m in layout.members[:2] for w in m] if layout.nodes > 1 else list(range(min(2, layout.n)))
+    e = costs.exchange(Round.uniform(layout.n, [pair]), 1.0)
+    exchange = float(e.jobs.least.max(initial=0.0) + (e.local + e.latency).max())
+    return {
+        "compute_seconds": compute,
+        "allreduce_seconds": allreduce,
+        "exchange_seconds": exchange,
+        "gamma": allreduce / compute,
+        "omega": exchange / allreduce if allreduce else float("nan"),
+        "sigma2": setting.compute.relative_variance,
+    }

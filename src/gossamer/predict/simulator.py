@@ -1,0 +1,301 @@
+"""The step times of synchronous training, simulated: a max-plus recursion over the rounds the engine executes.
+
+Gossip while computing (derived from the update of the AWC method, "From Promise to Practice", ICLR 2025): worker i
+ends step k at
+
+    u_i(k) = max{ u_i(k-1) + X_i(k),  max over its exchanges of  max_{j in G_i(k)} u_j(k-1) + C_i(k) }
+
+because the exchange of the values after step k-1 runs during step k's compute X_i(k) and is needed at its end; the
+optimizer's update comes after that and is added. The step time is the growth of u a step. Buckets are launched
+together, at most `in_flight` at once, each by its own round when staggered. Exchanges share their nodes' network
+interfaces: an interface serves what is there in equal parts.
+
+Approximations: a transfer is served by both ends' interfaces independently and ends when both are done; between
+steps an interface keeps a backlog of work, not of single transfers; a step mixes all buckets or none (staleness).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from gossamer.errors import InputError
+from gossamer.predict.cluster import MOST_BUCKETS
+from gossamer.predict.costs import Costs, Exchange, Floats, Latest
+from gossamer.predict.recorder import Recorder
+from gossamer.predict.sharing import share
+from gossamer.topology import Round
+from gossamer.topology.schedule import Schedule
+from gossamer.trace import Span
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How exchanges are spread over time; the defaults are the engine's.
+
+    `combine="atc"` (adapt then combine) averages after the step, without overlap. `every`: mix every so many steps.
+    `staleness`: how often a step may go on without its exchange before it waits.
+    """
+
+    buckets: int = 4
+    stagger: bool = True
+    hierarchical: bool = True
+    in_flight: int = 4
+    staleness: int = 0
+    every: int = 1
+    combine: Literal["awc", "atc"] = "awc"
+    average_every: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("buckets", 1), ("in_flight", 1), ("every", 1), ("staleness", 0), ("average_every", 0)):
+            value = getattr(self, name)
+            if value < least:
+                raise InputError(f"{name} must be at least {least}, got {value}")
+        if self.buckets > MOST_BUCKETS:
+            raise InputError(f"buckets must be at most {MOST_BUCKETS}, got {self.buckets}; use fewer")
+        if self.combine == "atc" and self.staleness:
+            raise InputError(f"atc waits for its exchange at once, so staleness must be 0, got {self.staleness}")
+
+
+MOST_KEPT = 1 << 24  # times of prepared exchanges, which bounds their memory
+PAPER = Policy(buckets=1, stagger=False, hierarchical=False)  # the paper's setting: one exchange a step
+
+
+@dataclass(frozen=True)
+class Result:
+    """A simulated run. `durations` are all workers' step durations after the warm-up; `spans` of its first steps."""
+
+    step_time: float
+    compute_time: float
+    durations: Floats
+    spans: tuple[Span, ...] = ()
+    rates: Floats = field(default_factory=lambda: np.empty(0))  # steps a second of each worker
+    exchange_rate: float = 1.0  # exchanges a worker takes part in, per step
+    crossing: float = 1.0  # asynchronous: exchanges across nodes, of those that would be without waiting for links
+
+    @property
+    def waiting(self) -> float:
+        """The part of the time that is not compute."""
+        return max(0.0, 1 - self.compute_time / self.step_time)
+
+    def percentiles(self) -> dict[str, float]:
+        values = np.percentile(self.durations, (5, 50, 95, 99))
+        return dict(zip(("p5", "p50", "p95", "p99"), map(float, values), strict=True))
+
+
+class Network:
+    """The nodes' interfaces, and one step's exchanges through them."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, policy: Policy) -> None:
+        self.schedule, self.costs, self.policy = schedule, costs, policy
+        self.backlog = np.zeros(costs.links)
+        self._prepared: dict[int, tuple[Round, Exchange]] = {}
+        self._waves: dict[int, list[Wave]] = {}
+        self._most = max(64, MOST_KEPT // (costs.layout.n * policy.buckets))
+
+    def run(self, k: int, launch: Floats, recorder: Recorder | None = None) -> Floats:
+        """When every worker has all buckets of the k-th exchange, launched at `launch`."""
+        n, bucket = len(launch), 0
+        done = launch
+        # [in flight x workers], side by side
+        lanes = np.tile(launch, min(self.policy.in_flight, self.policy.buckets))
+        for wave in self._step(k):
+            width = len(wave.exchanges)
+            starts = lanes[: width * n]
+            ends = wave.run(starts, self.backlog)
+            each = ends.reshape(width, n)
+            if recorder is not None:
+                for at, exchange in enumerate(wave.exchanges):
+                    recorder.exchange(k, bucket + at, exchange, starts[at * n : (at + 1) * n].copy(), each[at])
+            done = np.maximum(done, each.max(axis=0))
+            lanes[: width * n] = ends
+            bucket += width
+        return done
+
+    def _step(self, k: int) -> list[Wave]:
+        """The k-th step's buckets, as many together as may be in flight."""
+        key = -1 if self.schedule.averages(k) else k % self.schedule.topology.period
+        found = self._waves.get(key)
+        if found is None:
+            if len(self._waves) >= self._most:  # a long period of many workers is not kept whole
+                self._waves.clear()
+                self._prepared.clear()
+            made = [self._exchange(k, b) for b in range(self.policy.buckets)]
+            width = self.policy.in_flight
+            found = self._waves[key] = [Wave(made[b : b + width]) for b in range(0, len(made), width)]
+        return found
+
+    def _exchange(self, k: int, bucket: int) -> Exchange:
+        round = self.schedule.round(k, bucket)
+        found = self._prepared.get(id(round))
+        if found is None:  # the round is kept beside it, so that its id stays its own
+            found = self._prepared[id(round)] = round, self.costs.exchange(round, 1 / self.policy.buckets)
+        return found[1]
+
+
+class Wave:
+    """Exchanges of several buckets in flight together, side by side: arrays of [exchanges x workers].
+
+    Holds where each exchange's jobs sit in the table of the interfaces they use, [interfaces x jobs].
+    """
+
+    def __init__(self, exchanges: list[Exchange]) -> None:
+        self.exchanges = exchanges
+        n = len(exchanges[0].local)
+        self.latest = Latest([e.peers for e in exchanges])
+        self.active = np.concatenate([e.peers.active for e in exchanges])
+        # a worker's path inside its node is shared by the buckets that use it
+        crowd = np.sum([e.local > 0 for e in exchanges], axis=0)
+        self.local = np.concatenate([e.local * crowd / 2 for e in exchanges])
+        self.after = np.concatenate([e.latency for e in exchanges]) + self.local
+        self.worker = np.concatenate([e.jobs.worker + n * at for at, e in enumerate(exchanges)])
+        self.least = np.concatenate([e.jobs.least for e in exchanges])
+        self.rows, row = np.unique(np.concatenate([e.jobs.link for e in exchanges]), return_inverse=True)
+        order = np.argsort(row, kind="stable")
+        counts = np.bincount(row, minlength=len(self.rows))
+        width = int(counts.max(initial=0))
+        self.slot = np.empty(len(row), dtype=np.int64)  # a job's place in the table
+        self.slot[order] = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.slot += row * width
+        self.table = np.full((len(self.rows), width), np.inf)
+        self.work = np.zeros((len(self.rows), width))
+        self.work.ravel()[self.slot] = np.concatenate([e.jobs.work for e in exchanges])
+        self.total = self.work.sum(axis=1)
+
+    def run(self, starts: Floats, backlog: Floats) -> Floats:
+        """When each exchange ends on every worker; `backlog` (busy until, by link) is brought up to date."""
+        ready = self.latest(starts) + self.local
+        if len(self.slot):
+            arrival = ready[self.worker]
+            self.table.ravel()[self.slot] = arrival
+            busy = backlog[self.rows]
+            ends = share(np.maximum(self.table, busy[:, None]), self.work).ravel()[self.slot]
+            backlog[self.rows] = np.maximum(busy, self.table.min(axis=1)) + self.total
+            ready[self.worker] = np.maximum(ends, arrival + self.least)
+            ready = self.latest(ready)
+        return np.where(self.active, ready + self.after, starts)
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs,
+    compute: Floats,
+    policy: Policy,
+    *,
+    rounds: int,
+    update: float = 0.0,
+    trace_steps: int = 0,
+) -> Result:
+    """Run `rounds` exchanges of gossip; `compute` is [steps, workers] with room for all steps they take, `update` the
+    optimizer's seconds at the end of each."""
+    schedule = replace(
+        schedule, stagger=policy.stagger, hierarchical=policy.hierarchical, average_every=policy.average_every
+    )
+    n = costs.layout.n
+    network = Network(schedule, costs, policy)
+    everyone = np.arange(n)
+    taken = np.zeros(n, dtype=np.int64)  # steps begun by each worker
+    u = np.zeros(n)
+    history = np.zeros((rounds + 1, n))
+    steps = np.zeros((rounds + 1, n), dtype=np.int64)
+    recorder = Recorder(costs.layout, trace_steps) if trace_steps else None
+
+    def work() -> Floats:
+        times = compute[taken[0]] if not policy.staleness else compute[taken, everyone]
+        if recorder is not None:
+            recorder.compute(taken, u, times)
+        taken.__iadd__(1)
+        return times
+
+    def updated(only: np.ndarray | None = None) -> Floats:
+        if recorder is not None:
+            recorder.update(taken - 1, u, update, only)
+        return u + update if only is None else np.where(only, u + update, u)
+
+    for k in range(rounds):
+        if recorder is not None and taken.min() >= trace_steps:
+            recorder.close()
+            spans, recorder = recorder.spans, None
+        if policy.combine == "atc":
+            for _ in range(policy.every):
+                u = u + work()
+                u = updated()
+            end = network.run(k, u, recorder)
+            if recorder is not None:
+                recorder.wait(k, taken - 1, u, end)
+            u = end
+        else:
+            end = network.run(k, u, recorder)
+            u = u + work()
+            for _ in range(policy.staleness):
+                late = end > u
+                if not late.any():
+                    break
+                u = updated(late)
+                times = compute[taken, everyone]
+                if recorder is not None:
+                    recorder.compute(taken, u, times, only=late)
+                taken += late
+                u = np.where(late, u + times, u)
+            if recorder is not None:
+                recorder.wait(k, taken - 1, u, end)
+            u = np.maximum(u, end)
+            u = updated()
+            for _ in range(policy.every - 1):
+                u = u + work()
+                u = updated()
+        history[k + 1], steps[k + 1] = u, taken
+    if recorder is not None:
+        recorder.close()
+        spans = recorder.spans
+    elif not trace_steps:
+        spans = []
+    return _result(history, steps, compute + update, tuple(spans))
+
+
+def _result(history: Floats, steps: np.ndarray, compute: Floats, spans: tuple[Span, ...]) -> Result:
+    warm = min(len(history) // 5, len(history) - 2)  # the workers' spread needs some steps to settle
+    passed = history[-1] - history[warm]
+    rates = (steps[-1] - steps[warm]) / np.where(passed > 0, passed, np.inf)
+    total = float((steps[-1] - steps[warm]).sum())
+    counts = np.diff(steps[warm:], axis=0)
+    return Result(
+        step_time=float(passed.sum() / total),
+        compute_time=float(compute[: steps[-1].max()].mean()),
+        durations=(np.diff(history[warm:], axis=0) / counts).ravel(),
+        spans=spans,
+        rates=rates,
+        exchange_rate=(len(history) - 1 - warm) * len(rates) / total,
+    )
+
+
+def simulate_ddp(
+    costs: Costs,
+    compute: Floats,
+    shares: Floats,
+    *,
+    backward_share: float = 2 / 3,
+    update: float = 0.0,
+    trace_steps: int = 0,
+) -> Result:
+    """Torch's DDP: bucket b, `shares[b]` of the model, is all-reduced once all workers' gradients for it are ready.
+
+    Gradients appear evenly over the last `backward_share` of a step; all-reduces run one after another. A step ends
+    when the slowest worker and the last all-reduce have ended, and the optimizer's `update`, on all workers together.
+    """
+    cost = np.array([costs.allreduce(s) for s in shares])
+    ready_at = 1 - backward_share + backward_share * np.cumsum(shares)
+    slowest = compute.max(axis=1)
+    tail = np.cumsum(cost[::-1])[::-1]  # this bucket's all-reduce and all later ones
+    durations = np.maximum(slowest, (slowest[:, None] * ready_at + tail).max(axis=1)) + update
+    spans: list[Span] = []
+    if trace_steps:
+        recorder = Recorder(costs.layout, trace_steps)
+        begin = np.concatenate([[0.0], np.cumsum(durations)])
+        for k in range(min(trace_steps, len(durations))):
+            recorder.ddp_step(k, begin[k], begin[k + 1] - update, compute[k], ready_at, cost, update)
+        spans = recorder.spans
+    mean = float(durations.mean())
+    return Result(mean, float(compute.mean()) + update, durations, tuple(spans), np.full(compute.shape[1], 1 / mean))

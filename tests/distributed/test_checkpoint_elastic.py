@@ -1,0 +1,54 @@
+"""Checkpoints of a job that outlives its workers: of those who are there, and loaded by as many as there are."""
+
+import pytest
+import torch
+
+from elastic import finish, job
+from gossamer import Checkpoints
+from gossamer.checkpoint import consensus, files
+
+
+def saved(folder):
+    def end(gossip):
+        checkpoints = Checkpoints(folder)
+        step = checkpoints.save(gossip, gossip.model, gossip.lanes[0].optimizer)
+        checkpoints.wait()
+        with gossip.averaged() as model:
+            return step, {k: v.clone() for k, v in model.state_dict().items()}
+
+    return end
+
+
+def loaded(folder):
+    def end(gossip):
+        found = Checkpoints(folder).load(gossip, gossip.model, gossip.lanes[0].optimizer)
+        with gossip.averaged() as model:
+            mean = {k: v.clone() for k, v in model.state_dict().items()}
+        return found.step, found.workers, gossip.stats()["steps"], mean
+
+    return end
+
+
+@pytest.mark.parametrize("victim", [None, 0])
+def test_saved_by_those_who_are_there_and_loaded_by_all(monkeypatch, tmp_path, victim):
+    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
+        workers = made.all(40, saved(tmp_path), pause=0.01)
+        if victim is not None:
+            workers[victim].until(10)
+            workers[victim].kill()
+        results = finish([w for w in workers if w.rank != victim])
+    steps = {step for step, _ in results}
+    assert len(steps) == 1
+    step = steps.pop()
+    assert step == 40
+    manifest, model = consensus(tmp_path)
+    assert (manifest.step, manifest.workers) == (40, 3 if victim is None else 2)
+    for name, value in results[0][1].items():
+        torch.testing.assert_close(model[name], value, rtol=1e-5, atol=1e-6)
+    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
+        results = finish(made.all(0, loaded(tmp_path)))
+    for at, workers, taken, mean in results:
+        assert (at, workers, taken) == (40, manifest.workers, 40)
+        for name, value in mean.items():
+            torch.testing.assert_close(value, model[name], rtol=1e-5, atol=1e-6)
+    assert files.steps_in(tmp_path) == [40]

@@ -1,0 +1,232 @@
+"""Jobs that outlive their workers: with nothing lost they are as any other; with somebody lost the others go on."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from elastic import finish, job
+from gossamer import InputError, VirtualCluster
+from gossamer.comm import PeerError
+
+
+def report(gossip):
+    distance = gossip.consensus_distance()
+    stats = gossip.stats()  # before anybody can have left
+    with gossip.averaged() as model:
+        mean = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+    return distance, mean, stats
+
+
+@pytest.mark.parametrize(("n", "per_node", "topology"), [(3, 1, "ring"), (4, 2, "aer")])
+@pytest.mark.parametrize("algorithm", ["awc", "atc"])
+def test_a_calm_run_equals_virtual_workers_bit_by_bit(monkeypatch, n, per_node, topology, algorithm):
+    options = {"topology": topology, "algorithm": algorithm, "soft_deadline": 30.0, "hard_deadline": 30.0}
+    with job(monkeypatch, n, per_node, **options) as made:
+        workers = made.all(12, report)
+        results = finish(workers)
+        parts = [made.make(rank) for rank in range(n)]
+        for model, _ in parts[1:]:
+            model.load_state_dict(parts[0][0].state_dict())
+        per = [min(per_node, n - at) for at in range(0, n, per_node)]
+        models, optimizers = [m for m, _ in parts], [o for _, o in parts]
+        cluster = VirtualCluster(per_node=per)
+        cluster.decentralize(models, optimizers, topology=topology, algorithm=algorithm)
+        for step in range(12):
+            for rank in range(n):
+                made.train(rank, step, models[rank], optimizers[rank])
+            for rank in range(n):
+                now = torch.cat([p.detach().flatten() for p in models[rank].parameters()])
+                assert torch.equal(workers[rank].values[step], now), f"worker {rank} differs after step {step}"
+        distance = cluster.consensus_distance()
+    for theirs, mean, stats in results:
+        assert theirs == pytest.approx(distance, rel=1e-5)
+        assert torch.equal(mean, results[0][1])
+        assert stats["lost_exchanges"] == 0
+        assert stats["refused_by_peer"] == {}
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_others_go_on_and_a_replacement_takes_over(monkeypatch, victim):
+    with job(monkeypatch, 4, 2, topology="aer", soft_deadline=5.0, hard_deadline=20.0) as made:
+        workers = made.all(120, report, pause=0.02)
+        workers[victim].until(20)
+        workers[victim].kill()
+        others = [w for w in workers if w.rank != victim]
+        others[0].until(50)
+        assert others[0].gossip.stats()["members"] == [w.rank for w in others]
+        replacement = made.start(victim, 120, report, pause=0.02)
+        results = finish([*others, replacement])
+    assert replacement.gossip.stats()["joined"]
+    assert replacement.started_at >= 40  # it went on from where the others were
+    assert all(stats["members"] == [0, 1, 2, 3] for *_, stats in results)
+    assert all(torch.equal(mean, results[0][1]) for _, mean, _ in results)
+    assert results[0][0] < 0.2  # they agree again
+    assert all(w.started_at == 0 for w in others)  # nobody was restarted
+
+
+def test_a_whole_node_dies(monkeypatch):
+    with job(monkeypatch, 6, 2, topology="aer", soft_deadline=5.0, hard_deadline=20.0) as made:
+        workers = made.all(80, report, pause=0.02)
+        workers[2].until(20)
+        workers[2].kill()
+        workers[3].kill()
+        results = finish([w for w in workers if w.rank not in (2, 3)])
+    assert all(stats["members"] == [0, 1, 4, 5] for *_, stats in results)
+    assert all(stats["steps"] == 80 for *_, stats in results)
+    assert all(torch.equal(mean, results[0][1]) for _, mean, _ in results)
+
+
+def test_the_last_one_goes_on_alone(monkeypatch):
+    with job(monkeypatch, 2, 1, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
+        workers = made.all(60, report, pause=0.01)
+        workers[0].until(15)
+        workers[0].kill()
+        ((distance, _, stats),) = finish(workers[1:])
+    assert (distance, stats["members"], stats["steps"]) == (0.0, [1], 60)
+
+
+def test_a_late_worker_is_not_waited_for_twice(monkeypatch):
+    """Frozen in its loop, but alive: its neighbors wait for it once, then go on until it takes part again."""
+    with job(monkeypatch, 3, 1, topology="ring", soft_deadline=0.3, hard_deadline=30.0) as made:
+        workers = made.all(90, report, pause=0.01)
+        workers[1].until(20)
+        workers[1].frozen.set()
+        workers[0].until(60)
+        workers[1].frozen.clear()
+        results = finish(workers)
+    for rank in (0, 2):
+        stats = results[rank][2]
+        assert stats["lost_exchanges"] > 5
+        assert 0 < stats["given_up_exchanges"] < stats["lost_exchanges"]  # it was not waited for in every round
+    assert results[0][2]["members"] == [0, 1, 2]
+
+
+def test_one_that_was_silent_too_long_comes_back_with_a_neighbors_state(monkeypatch):
+    """Its links stand still as under SIGSTOP: the others drop it; then it finds out and takes a member's state."""
+    with job(monkeypatch, 3, 1, topology="complete", soft_deadline=0.2, hard_deadline=0.6) as made:
+        workers = made.all(250, report, pause=0.02)
+        workers[1].until(20)
+        members = workers[1].gossip.members
+        beat, members.links.send_all = members.links.send_all, lambda *a, **k: None
+        workers[1].frozen.set()
+        deadline = time.monotonic() + 20
+        while 1 in workers[0].gossip.stats()["members"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        members.links.send_all = beat
+        workers[1].frozen.clear()
+        results = finish(workers)
+    assert all(stats["members"] == [0, 1, 2] for *_, stats in results)
+    assert len(workers[1].values) < 250  # it jumped to where the others were
+    assert all(torch.equal(mean, results[0][1]) for _, mean, _ in results)
+
+
+def test_one_that_ran_out_of_data_relays_until_the_others_come(monkeypatch):
+    with job(monkeypatch, 3, 1, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
+        workers = [made.start(rank, 20 if rank == 0 else 60, report, 0.005) for rank in range(3)]
+        results = finish(workers)
+    assert [stats["steps"] for *_, stats in results] == [20, 60, 60]
+    assert results[0][2]["mix_only_rounds"] > 10
+    assert all(torch.equal(mean, results[0][1]) for _, mean, _ in results)  # its parameters count in the mean
+
+
+def test_one_that_leaves_is_not_waited_for(monkeypatch):
+    with job(monkeypatch, 3, 1, topology="complete", soft_deadline=5.0, hard_deadline=20.0) as made:
+        workers = [made.start(rank, 10 if rank == 2 else 50, report if rank < 2 else id, 0.01) for rank in range(3)]
+        results = finish(workers)
+    assert all(stats["members"] == [0, 1] and stats["steps"] == 50 for *_, stats in results[:2])
+    assert all(stats["given_up_exchanges"] == 0 for *_, stats in results[:2])
+
+
+def test_a_death_in_a_collective_call_is_tried_again_without_it(monkeypatch):
+    with job(monkeypatch, 3, 1, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
+        workers = [made.start(rank, 15, report if rank else lambda g: time.sleep(60), 0.005) for rank in range(3)]
+        workers[0].until(15)
+        time.sleep(0.5)  # the others are in consensus_distance() by now
+        threading.Thread(target=workers[0].kill, daemon=True).start()
+        results = finish(workers[1:])
+    assert all(stats["members"] == [1, 2] for *_, stats in results)
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_without_the_directory_training_goes_on(monkeypatch):
+    with job(monkeypatch, 3, 1, topology="ring", soft_deadline=1.0, hard_deadline=2.0) as made:
+        workers = made.all(60, lambda g: g.stats(), pause=0.01)
+        workers[0].until(10)
+
+        def gone(*_args):
+            raise ConnectionError("the directory is gone")
+
+        for worker in workers:
+            worker.gossip.members.directory._connect = gone
+            worker.gossip.members.directory._requests.put((gone, _Sink()))
+        workers[2].until(20)
+        workers[2].kill()
+        results = finish(workers[:2])
+    assert all(stats["steps"] == 60 for stats in results)
+    assert all(stats["members"] == [0, 1, 2] for stats in results)  # nothing could be agreed, the edge is dropped
+    assert all(stats["lost_exchanges"] > 0 for stats in results)
+
+
+class _Sink:
+    def put(self, _answer):
+        pass
+
+
+def test_a_newcomer_with_another_model_is_refused(monkeypatch):
+    with job(monkeypatch, 2, 1, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
+        workers = made.all(100, report, pause=0.02)
+        workers[0].until(10)
+        workers[0].kill()
+        made.make = lambda rank: (lambda m: (m, torch.optim.SGD(m.parameters(), lr=0.1)))(torch.nn.Linear(8, 3))
+        other = made.start(0, 100)
+        with pytest.raises(InputError, match="workers disagree on"):
+            finish([other])
+        finish(workers[1:])
+
+
+def test_workers_that_disagree_do_not_start(monkeypatch):
+    with job(monkeypatch, 2, 1, topology="ring") as made:
+        alike = made.make
+        made.make = lambda rank: (
+            alike(rank) if rank else (lambda m: (m, torch.optim.SGD(m.parameters(), 0.1)))(torch.nn.Linear(8, 3))
+        )
+        workers = made.all(5)
+        for worker in workers:
+            with pytest.raises(InputError, match="workers disagree on"):
+                finish([worker])
+
+
+def test_nobody_there(monkeypatch):
+    with job(monkeypatch, 2, 1, topology="ring", timeout=1.0) as made:
+        worker = made.start(0, 5)
+        with pytest.raises(PeerError, match=r"worker\(s\) 1 did not show up within 1 s"):
+            finish([worker])
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"on_failure": "ignore"}, "on_failure must be 'raise' or 'continue', got 'ignore'"),
+        ({"soft_deadline": 0}, "soft_deadline must be a positive number of seconds, got 0"),
+        ({"soft_deadline": 9.0}, "must not be longer than hard_deadline=5"),
+        ({"algorithm": "ad-psgd", "on_failure": "continue"}, "re-plans rounds, and 'ad-psgd' has none"),
+    ],
+)
+def test_bad_arguments(options, complaint):
+    from gossamer.engine.policies import Settings
+
+    with pytest.raises(InputError, match=complaint):
+        Settings(**options)
+
+
+def test_threads_and_sockets_are_gone_after_close(monkeypatch):
+    before = {t.name for t in threading.enumerate()}
+    with job(monkeypatch, 3, 1, topology="complete", soft_deadline=5.0, hard_deadline=20.0) as made:
+        finish(made.all(10, report))
+    deadline = time.monotonic() + 20
+    while left := [t.name for t in threading.enumerate() if t.name.startswith("gossamer-") and t.name not in before]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)

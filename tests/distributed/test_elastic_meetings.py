@@ -1,0 +1,189 @@
+"""Meetings of a job that outlives its workers: nobody is waited for in vain, and nobody saves what others may save."""
+
+import threading
+import time
+
+import pytest
+
+import gossamer
+from elastic import Worker, finish, job
+from gossamer import Checkpoints, GossamerError, GossamerWarning
+from gossamer.checkpoint import files
+from gossamer.comm import Unreachable
+from gossamer.comm.tcp.directory import Directory
+from gossamer.comm.tcp.frame import Kind
+from gossamer.comm.tcp.link import Links
+from gossamer.engine.elastic.state_transfer import StateTransfer
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Directories (of one worker each) that do not answer."""
+    cut = set()
+    ask = Directory.ask
+
+    def perhaps(self, *args, **kwargs):
+        if self in cut:
+            raise Unreachable("cut off")
+        return ask(self, *args, **kwargs)
+
+    monkeypatch.setattr(Directory, "ask", perhaps)
+    return cut
+
+
+def met(gossip):
+    with gossip.averaged():
+        return len(gossip.met.came)
+
+
+def test_one_that_lost_the_directory_is_not_waited_for_and_comes_to_the_next_meeting(monkeypatch, cut):
+    together = threading.Barrier(3)
+
+    def end(gossip):
+        if gossip.members.rank == 1:
+            cut.add(gossip.members.directory)
+        first = met(gossip)
+        together.wait(20)
+        cut.clear()
+        return first, met(gossip)
+
+    alone = pytest.warns(GossamerWarning, match=r"does not answer, so averaged\(\) is of worker 1 alone")
+    with job(monkeypatch, 3, topology="ring", soft_deadline=0.2, hard_deadline=0.8, timeout=300.0) as made, alone:
+        results = finish(made.all(3, end))
+    assert results == [(2, 3), (1, 3), (2, 3)]
+
+
+def test_one_that_lost_the_directory_in_a_meeting_says_so_and_the_others_meet_again(monkeypatch, cut):
+    together = threading.Barrier(3)
+
+    def end(gossip):
+        if gossip.members.rank == 1:
+            run = gossip._run
+
+            def cut_off(steps):
+                cut.add(gossip.members.directory)
+                threading.Timer(0.3, cut.clear).start()
+                return run(steps)
+
+            gossip._run = cut_off
+        found = met(gossip), gossip.met.alone
+        together.wait(20)
+        return found
+
+    with job(monkeypatch, 3, topology="ring", soft_deadline=0.2, hard_deadline=5.0, timeout=300.0) as made:
+        results = finish(made.all(3, end))
+    assert results == [(2, False), (3, True), (2, False)]
+
+
+def test_without_the_directory_nobody_saves_and_what_is_saved_stays(monkeypatch, cut, tmp_path):
+    together = threading.Barrier(3)
+
+    def end(gossip):
+        checkpoints = Checkpoints(tmp_path, keep_last=1)
+        save = (gossip, gossip.model, gossip.lanes[0].optimizer)
+        with gossip.averaged():
+            assert checkpoints.save(*save) == 3
+        checkpoints.wait()
+        together.wait(20)
+        cut.add(gossip.members.directory)
+        for step in (3, 4):
+            with gossip.averaged():
+                checkpoints.save(*save)
+            with pytest.raises(GossamerError, match=r"\(the directory does not answer\); the one of step 3"):
+                checkpoints.wait()
+            together.wait(20)
+            made.train(gossip.members.rank, step, gossip.model, gossip.lanes[0].optimizer)
+        return checkpoints.steps()
+
+    warned = pytest.warns(GossamerWarning)
+    with job(monkeypatch, 3, topology="ring", soft_deadline=0.2, hard_deadline=0.3) as made, warned as told:
+        results = finish(made.all(3, end))
+    assert results == [[3]] * 3
+    manifest = files.read_manifest(tmp_path, 3)
+    assert manifest.workers == 3
+    assert [files.read_part(tmp_path, manifest, worker)["gossip"]["workers"] for worker in range(3)] == [3, 3, 3]
+    assert [str(w.message) for w in told].count("no checkpoint: the directory does not answer") == 3, "once a worker"
+
+
+def test_a_death_in_a_meeting_is_noticed_even_if_nobody_is_told(monkeypatch):
+    send_all = Links.send_all
+
+    def forgetful(self, header, payload=b"", **to):
+        if header.kind is not Kind.PASSED:
+            send_all(self, header, payload, **to)
+
+    monkeypatch.setattr(Links, "send_all", forgetful)
+
+    def end(gossip):
+        if gossip.members.rank == 0:
+            gossip._run = lambda steps: threading.Thread(target=workers[0].kill).start() or time.sleep(60)
+        return met(gossip)
+
+    with job(monkeypatch, 4, 2, topology="ring", soft_deadline=0.5, hard_deadline=2.0, timeout=300.0) as made:
+        workers = made.all(3, end)
+        assert finish(workers[1:]) == [3, 3, 3]
+
+
+def test_a_worker_that_is_behind_goes_on_where_the_furthest_is(monkeypatch):
+    def end(gossip):
+        met(gossip)
+        gossip.catch_up()
+        return gossip.stats()["steps"]
+
+    with job(monkeypatch, 2, topology="ring") as made:
+        assert finish([made.start(0, 4, end), made.start(1, 9, end)]) == [9, 9]
+
+
+class Meeting(Worker):
+    """Meets after every tenth step, also if it joins there."""
+
+    def run(self):
+        try:
+            self.meetings = []
+            self.job.local.rank = self.rank
+            with self.job.lock:
+                model, optimizer = self.job.make(self.rank)
+            gossip = self.gossip = self.job.decentralize(model, optimizer)
+            self.started_at = gossip.stats()["steps"]
+            if gossip.newcomer and self.started_at % 10 == 0:
+                gossip.skip_meeting()
+            while (step := gossip.stats()["steps"]) < self.steps:
+                if self.stopped.is_set():
+                    return
+                self.job.train(self.rank, step, model, optimizer)
+                time.sleep(0.02)
+                if (step + 1) % 10 == 0:
+                    with gossip.averaged():
+                        self.meetings.append((step + 1, gossip.met.steps, len(gossip.met.came)))
+            gossip.close()
+        except BaseException as error:
+            if not self.stopped.is_set():
+                self.error = error
+
+
+def test_one_that_joins_after_a_step_at_which_all_meet_is_not_behind(monkeypatch):
+    load, between = StateTransfer._load, StateTransfer.between_steps
+
+    def slowly(self, data, *, moments):
+        if moments:
+            time.sleep(0.2)  # the others have met when it is here
+        return load(self, data, moments=moments)
+
+    with job(monkeypatch, 3, topology="ring") as made:
+        made.decentralize = lambda model, optimizer: gossamer.decentralize(
+            model, optimizer, on_failure="continue", topology="ring", timeout=20.0
+        )
+        workers = [Meeting(made, rank, 40, None, 0) for rank in range(3)]
+        for worker in workers:
+            worker.start()
+        workers[1].until(5)
+        workers[1].kill()
+        monkeypatch.setattr(StateTransfer, "_load", slowly)
+        monkeypatch.setattr(StateTransfer, "between_steps", lambda self, p: p()["steps"][0] % 10 or between(self, p))
+        replacement = Meeting(made, 1, 40, None, 0)
+        replacement.start()
+        finish([workers[0], workers[2], replacement])
+    assert replacement.started_at % 10 == 0
+    assert replacement.meetings, "it came to the next one"
+    assert all(step == steps for step, steps, _ in [*workers[0].meetings, *replacement.meetings])
+    assert workers[0].meetings[-1] == replacement.meetings[-1] == (40, 40, 3)

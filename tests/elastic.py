@@ -1,0 +1,128 @@
+"""Jobs that outlive their workers, in one process: a thread is a worker, the sockets and the directory are real."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+import gossamer
+from gossamer.comm.tcp import directory
+from gossamer.engine.elastic.gossip import ElasticGossip
+
+LIMIT = 60.0  # seconds until a test's worker counts as hung
+
+
+class Worker(threading.Thread):
+    """Trains `steps` steps of a small regression at its own pace, then `end(gossip)`."""
+
+    def __init__(self, job: Job, rank: int, steps: int, end: Callable[[ElasticGossip], Any], pause: float):
+        super().__init__(name=f"worker-{rank}", daemon=True)
+        self.job, self.rank, self.steps, self.end, self.pause = job, rank, steps, end, pause
+        self.gossip: ElasticGossip | None = None
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.stopped = threading.Event()  # the process is gone
+        self.frozen = threading.Event()
+        self.values: list[torch.Tensor] = []
+        self.started_at = 0
+
+    def run(self) -> None:
+        try:
+            self.job.local.rank = self.rank
+            with self.job.lock:  # torch's generator is one for all threads
+                model, optimizer = self.job.make(self.rank)
+            self.model = model
+            gossip = gossamer.decentralize(
+                model, optimizer, on_failure="continue", **{"timeout": 20.0, **self.job.options}
+            )
+            assert isinstance(gossip, ElasticGossip)
+            self.gossip, self.started_at = gossip, gossip.stats()["steps"]
+            while (step := gossip.stats()["steps"]) < self.steps:
+                if self.stopped.is_set():
+                    return
+                while self.frozen.is_set():
+                    time.sleep(0.01)
+                self.job.train(self.rank, step, model, optimizer)
+                self.values.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+                time.sleep(self.pause)
+            self.result = self.end(gossip)
+            gossip.close()
+        except BaseException as error:
+            if not self.stopped.is_set():
+                self.error = error
+
+    def kill(self) -> None:
+        """As kill -9 looks to the others: connections and port are gone, and nothing was said."""
+        self.stopped.set()
+        assert self.gossip is not None
+        members = self.gossip.members
+        members._stopped = True
+        members._halt.set()
+        members.links.close()
+        members.directory.close()
+        self.join(LIMIT)
+
+    def until(self, step: int) -> None:
+        """Wait until this worker has taken `step` steps."""
+        deadline = time.monotonic() + LIMIT
+        while self.gossip is None or self.gossip.lanes[0].meter.steps < step:
+            assert self.error is None, self.error
+            assert time.monotonic() < deadline, f"worker {self.rank} does not come to step {step}"
+            time.sleep(0.005)
+
+
+class Job:
+    def __init__(self, n: int, per_node: int, options: dict[str, Any]):
+        self.n, self.per_node, self.options = n, per_node, options
+        self.local = threading.local()
+        self.lock = threading.Lock()
+
+    def make(self, rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(100 + rank)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+        return model, torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def train(self, rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        generator = torch.Generator().manual_seed(1000 * rank + step)
+        x = torch.randn(16, 8, generator=generator)
+        loss = (model(x) - x[:, :3].sin()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    def start(self, rank: int, steps: int, end: Callable[..., Any] = lambda g: None, pause: float = 0.0) -> Worker:
+        worker = Worker(self, rank, steps, end, pause)
+        worker.start()
+        return worker
+
+    def all(self, steps: int, end: Callable[..., Any] = lambda g: None, pause: float = 0.0) -> list[Worker]:
+        return [self.start(rank, steps, end, pause) for rank in range(self.n)]
+
+
+@contextmanager
+def job(monkeypatch: Any, n: int, per_node: int = 1, **options: Any) -> Any:
+    hosted = directory.host()
+    made = Job(n, per_node, options)
+    monkeypatch.setenv("GOSSAMER_DIRECTORY", f"127.0.0.1:{hosted.port}")
+    engine = import_module("gossamer.engine.decentralize")
+    monkeypatch.setattr(engine, "rank_and_size", lambda _=False: (made.local.rank, n))
+    for module in (engine, import_module("gossamer.comm.tcp.membership")):
+        monkeypatch.setattr(module, "node_name", lambda: f"node={made.local.rank // per_node}")
+    yield made
+
+
+def finish(workers: list[Worker]) -> list[Any]:
+    """What each came to; the first error of any is raised."""
+    for worker in workers:
+        worker.join(LIMIT)
+        if worker.error is not None:
+            raise worker.error
+        assert not worker.is_alive(), f"worker {worker.rank} hangs"
+    return [worker.result for worker in workers]

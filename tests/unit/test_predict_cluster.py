@@ -1,0 +1,140 @@
+"""Cluster descriptions: files, presets, derived numbers, and one clear sentence for every mistake."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+
+from gossamer.errors import InputError
+from gossamer.predict.cluster import Cluster, from_dict, load, to_toml
+from gossamer.predict.predict import derived, predict
+from gossamer.predict.presets import PRESETS
+from gossamer.topology import Layout
+
+GOOD = {
+    "name": "mine",
+    "nodes": 2,
+    "per_node": [2, 3],
+    "links": {
+        "inter": {"bandwidth_gbps": 10, "latency_us": 30},
+        "intra": {"bandwidth_gbps": 100},
+        "pairs": [{"nodes": [0, 1], "bandwidth_gbps": 5, "latency_us": 50}],
+    },
+    "compute": {"seconds": 0.1, "jitter": "lognormal:0.2"},
+    "model": {"mb": 100, "buckets": 8},
+    "ddp": {"bucket_mb": 5},
+}
+
+
+def changed(path, value):
+    data = copy.deepcopy(GOOD)
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    if value is None:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return data
+
+
+def test_toml_and_json_round_trip(tmp_path):
+    made = from_dict(GOOD)
+    assert made.layout == Layout.of([2, 3])
+    (tmp_path / "c.toml").write_text(to_toml(made))
+    (tmp_path / "c.json").write_text(json.dumps(GOOD))
+    assert load(tmp_path / "c.toml") == load(tmp_path / "c.json") == made
+    for preset in PRESETS.values():
+        (tmp_path / "p.toml").write_text(to_toml(preset))
+        assert load(tmp_path / "p.toml") == preset
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("bandwith",), 3, "unknown key 'bandwith'; it takes name, nodes, per_node"),
+        (("links", "inter", "speed"), 3, "unknown key 'links.inter.speed'; it takes bandwidth_gbps, latency_us"),
+        (("links", "pairs", 0, "speed"), 3, "unknown key 'links.pairs.0.speed'"),
+        (("compute", "sigma"), 3, "unknown key 'compute.sigma'; it takes seconds, jitter"),
+        (("links", "inter", "bandwidth_gbps"), -1, "bandwidth_gbps: .*greater than or equal to 0.000001, got -1"),
+        (("links", "inter", "bandwidth_gbps"), float("nan"), "finite"),
+        (("links", "inter"), None, "lacks 'links.inter'"),
+        (("nodes",), 3, "per_node lists 2 nodes but nodes says 3"),
+        (("nodes",), 0, "greater than or equal to 1, got 0"),
+        (("per_node",), [2, 0], "per_node"),
+        (("compute", "seconds"), "fast", "compute.seconds"),
+        (("compute", "jitter"), "gausian:0.2", "did you mean gaussian"),
+        (("compute", "per_worker"), [0.1, 0.2], "lists 2 means but the layout has 5 workers"),
+        (("compute", "fixed_seconds"), 0.2, "must not exceed seconds"),
+        (("links", "pairs", 0, "nodes"), [0, 2], "must join two of the nodes 0..1"),
+        (("model", "buckets"), 0, "model.buckets"),
+        (("ddp", "allreduce"), "magic", "'ring' or 'best'"),
+        (("ddp", "bucket_mb"), 1e-6, "more than 65536 buckets; use larger ones"),
+        (("per_node",), [65000, 65000], "at most 65536 workers, got 130000"),
+        (("ddp", "backward_share"), 1.5, "less than or equal to 1"),
+    ],
+)
+def test_mistakes_are_one_sentence(path, value, message):
+    with pytest.raises(InputError, match=message) as caught:
+        from_dict(changed(path, value), "c.toml")
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("c.toml")
+
+
+def test_unreadable_files(tmp_path):
+    with pytest.raises(InputError, match=r"unknown cluster 'a41'; name a preset \(a40, a100, t4\)"):
+        load("a41")
+    with pytest.raises(InputError, match="cannot read cluster file"):
+        load(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("nodes = = 3")
+    with pytest.raises(InputError, match="not valid TOML"):
+        load(tmp_path / "bad.toml")
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(InputError, match=r"list\.json"):
+        load(tmp_path / "list.json")
+
+
+def test_compute_times():
+    data = changed(("compute",), {"seconds": 0.1, "samples": [0.1, 0.1, 0.4]})
+    draws = from_dict(data).compute.draw(5, 2000, 0)
+    assert sorted({round(float(v), 9) for v in draws.ravel()}) == [0.05, 0.2]
+    assert draws.mean() == pytest.approx(0.1, rel=0.03)
+    uneven = from_dict(changed(("compute",), {"seconds": 0.1, "per_worker": [1, 2, 3, 4, 5]}))
+    assert (uneven.compute.draw(5, 3, 0) == np.arange(1.0, 6)).all()
+    strong = from_dict(changed(("compute",), {"seconds": 0.1, "fixed_seconds": 0.02, "reference_workers": 5}))
+    assert strong.compute.means(10) == pytest.approx(0.02 + 0.04)
+
+
+def test_derived_numbers():
+    made = Cluster.model_validate(
+        {
+            "nodes": 4,
+            "per_node": 2,
+            "links": {"inter": {"bandwidth_gbps": 8}, "intra": {"bandwidth_gbps": 8000}},
+            "compute": {"seconds": 0.5, "jitter": "gaussian:0.2"},
+            "model": {"mb": 1000},
+        }
+    )
+    got = derived(made)
+    assert got["allreduce_seconds"] == pytest.approx(2 * 7 / 8)  # 1 GB over 1 GB/s
+    assert got["gamma"] == pytest.approx(3.5)
+    assert got["omega"] == pytest.approx(1 / 1.75, rel=0.01)  # once each way instead of twice 7/8
+    assert got["sigma2"] == pytest.approx(0.04, rel=0.05)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_rank_as_the_paper_measured(name):
+    """All-reduce is slower than both gossip topologies, at every size of the paper's figure."""
+    preset = PRESETS[name]
+    for nodes in (2, 4, 8):
+        made = preset.resized(Layout.of([preset.per_node] * nodes))
+        ddp, exp, aer = (predict(m, made, steps=60).step_time for m in ("ddp", "decent-dp:exp", "decent-dp:aer"))
+        assert aer < ddp
+        assert exp < ddp
+
+
+def test_resizing_drops_links_of_nodes_that_are_gone():
+    made = from_dict(GOOD).resized(Layout.of([4]))
+    assert made.links.pairs == ()
+    assert made.layout.n == 4
