@@ -105,11 +105,6 @@ def _schedule(
             "so that gradients are averaged inside the node and parameters gossip between nodes"
         )
     between = resolve(topology, Layout.of([1] * layout.nodes))
-    if settings.average_moments:
-        raise InputError(
-            "average_moments=True needs every worker to have a replica of its own, but the model is wrapped in DDP or "
-            "sharded by FSDP2; leave it out"
-        )
     if group is not None:
         assert isinstance(model.module, nn.Module)
         return Schedule(between, inside=layout, **policy), model.module

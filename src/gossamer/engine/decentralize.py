@@ -50,7 +50,6 @@ def decentralize(
     every: int = 1,
     staleness: int = 0,
     average_every: int = 0,
-    average_moments: bool = False,
     parameters: Filter | None = None,
     bucket_mb: float | None = None,
     buffers: str = "average",
@@ -88,7 +87,6 @@ def decentralize(
         every: mix every k steps.
         staleness: how many steps may be taken without mixing while a late exchange is on its way.
         average_every: make the exchange an exact global average every k steps (0: never).
-        average_moments: average the optimizer's moments too in these exact averages; they stay local otherwise.
         parameters: `f(name, parameter) -> bool`: which parameters are mixed; the others stay local.
         bucket_mb: size of a bucket; chosen from model and topology when left out.
         buffers: what `averaged()` does to module buffers: "average" or "local".
@@ -130,7 +128,6 @@ def decentralize(
             every=every,
             staleness=staleness,
             average_every=average_every,
-            average_moments=average_moments,
             bucket_mb=bucket_mb,
             buffers=buffers,
             timeout=timeout,

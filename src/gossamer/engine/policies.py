@@ -77,7 +77,6 @@ class Settings:
     clock: str = "wall"
     max_staleness: int | None = None
     seed: int = 0
-    average_moments: bool = False
     on_failure: str = "raise"
     soft_deadline: float = 0.5
     hard_deadline: float = 5.0
@@ -129,12 +128,6 @@ class Settings:
             raise InputError(
                 f"average_every counts steps and must be a multiple of every={self.every}, got {self.average_every}; "
                 f"use {max(1, round(self.average_every / self.every)) * self.every}"
-            )
-
-        if self.average_moments and (not self.average_every or self.staleness):
-            raise InputError(
-                "average_moments=True averages the optimizer's moments in the exact averages of average_every, without "
-                f"staleness; got average_every={self.average_every} and staleness={self.staleness}"
             )
         self._check_asynchronous()
         self._check_failures()

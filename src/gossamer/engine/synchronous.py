@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from gossamer.comm import Exchange, Job, Mixed, Plain, Scratch, arrived, clock, correction, exchange, inspected
+from gossamer.comm import Exchange, Job, Mixed, Scratch, arrived, clock, correction, exchange, inspected
 from gossamer.engine.lane import Lane
-from gossamer.engine.moments import Moments
 from gossamer.errors import InputError
 
 
@@ -28,7 +27,6 @@ class SyncLane(Lane):
         super().__init__(*args, **kwargs)
         self.jobs: list[Job] | None = None  # the round in flight, one job a bucket that has something to do
         self.forced = False  # the round in flight is an exact average that the guard asked for
-        self.moments = Moments(self.flats, self.optimizer)
         self.skips = 0  # steps taken without mixing since the round in flight was launched
         # With staleness the parameters move while an exchange of their older values is in flight.
         stale = self.settings.staleness and not self.alone
@@ -93,15 +91,6 @@ class SyncLane(Lane):
                     stale, refuse = self._sent is not None, self.meter.refuse
                     make = partial(inspected, make, source, self.settings.max_jump, refuse, stale)
                 self.jobs.append(self._launch_job(self.k, b, program, make))
-        if self.settings.average_moments and self.schedule.averages(self.k):
-            self._post_moments(self.jobs)
-
-    def _post_moments(self, jobs: list[Job]) -> None:
-        """The optimizer's moments as further buckets of an exact average."""
-        for b, moment in enumerate(self.moments.gather(), start=len(self.buckets)):
-            program = self.schedule.program(self.k, b, self.rank, moment.numel())
-            make = partial(exchange, program, moment, self.room(moment), Plain(), lazy=False)
-            jobs.append(self._launch_job(self.k, b, program, make))
 
     def finish(self, *, assisting: bool = False) -> None:
         """Wait until the round in flight has arrived, without applying it."""
@@ -119,9 +108,6 @@ class SyncLane(Lane):
         for job in self.jobs:
             self.meter.exchanged(job)
             if job.result is None:
-                continue
-            if job.bucket >= len(self.buckets):
-                self.moments.put(job.bucket - len(self.buckets), job.result)
                 continue
             x = self.buckets[job.bucket].x
             if self._sent is None:
