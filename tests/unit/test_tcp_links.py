@@ -14,13 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gossamer.comm.tcp.frame import HEADER, MAGIC, Header, Kind, Refused, greet
-from gossamer.comm.tcp.inbox import MEETING, Inbox, Key
+from gossamer.comm.tcp.inbox import Inbox, Key
 from gossamer.comm.tcp.link import STRANGERS, Links, Lost
 from gossamer.comm.tcp.transport import TcpChannel
-from gossamer.comm.transport import Job, Stamp
+from gossamer.comm.transport import ChannelId, Job, Purpose, Stamp
 
 RUN = bytes(range(8))
 PLAN = b"the plan"
+CHANNEL = ChannelId(0, Purpose.PARAMETERS)
 
 
 def a_pair(**options):
@@ -56,12 +57,12 @@ def until(condition, seconds=20.0):
 
 def slot(links, sender, round, size, *, epoch=1, plan=PLAN, bucket=0):
     buffer = bytearray(size)
-    key = Key(sender, 1, bucket, 0)
+    key = Key(sender, CHANNEL, bucket, 0)
     return buffer, links.inbox.post(key, epoch, round, plan, memoryview(buffer))
 
 
 def send(links, to, round, payload, *, epoch=1, plan=PLAN, bucket=0, run=RUN):
-    header = Header(Kind.DATA, run, len(payload), plan, 1, epoch, round, bucket, 0)
+    header = Header(Kind.DATA, run, len(payload), plan, CHANNEL, epoch, round, bucket, 0)
     links.peer(to).link.send(header, payload)
 
 
@@ -105,7 +106,7 @@ def test_a_buffer_that_was_taken_back_is_not_written_to(pair):
     zero, one, _ = pair
     buffer, waiting = slot(zero, 1, 5, 2**20)
     link = one.peer(0).link
-    link.connection.sendall(Header(Kind.DATA, RUN, 2**20, PLAN, 1, 1, 5, 0, 0).pack() + b"\1" * 2**18)
+    link.connection.sendall(Header(Kind.DATA, RUN, 2**20, PLAN, CHANNEL, 1, 5, 0, 0).pack() + b"\1" * 2**18)
     until(lambda: buffer[0] == 1)
     zero.inbox.cancel([waiting])
     buffer[:] = bytes(2**20)
@@ -167,7 +168,7 @@ def test_whoever_sends_can_give_up(pair):
     _buffer, waiting = slot(zero, 1, 5, 2**26)
     waiting.lock.acquire()  # whoever reads there stands still
     begun = time.monotonic()
-    header = Header(Kind.DATA, RUN, 2**26, PLAN, 1, 1, 5, 0, 0)
+    header = Header(Kind.DATA, RUN, 2**26, PLAN, CHANNEL, 1, 5, 0, 0)
     with pytest.raises(Lost, match="takes nothing"):
         one.peer(0).link.send(header, bytes(2**26), lambda: time.monotonic() - begun > 0.2)
     waiting.lock.release()
@@ -175,7 +176,7 @@ def test_whoever_sends_can_give_up(pair):
 
 
 def tell_passed(links, to, round, bucket=0):
-    links.send_all(Header(Kind.PASSED, RUN, channel=1, bucket=bucket, round=round), to={to})
+    links.send_all(Header(Kind.PASSED, RUN, channel=CHANNEL, bucket=bucket, round=round), to={to})
 
 
 def test_what_nobody_need_wait_for_is_told_after_the_message_that_is_under_way(pair):
@@ -219,9 +220,9 @@ def test_what_nobody_need_wait_for_is_told_on_the_next_link(pair, linked):
 def test_one_that_gives_up_a_meeting_sees_to_it_that_all_can_hear_of_it(pair):
     zero, _, _ = pair
     wanted = []
-    channel = TcpChannel(SimpleNamespace(rank=0, links=zero, want=wanted.append), 1, 1, None)
+    channel = TcpChannel(SimpleNamespace(rank=0, links=zero, want=wanted.append), CHANNEL, 1, None)
     stamp = Stamp(0, PLAN, frozenset({0, 1, 2}), meeting=True)
-    channel._passed_by(Job(3, 0, lambda scratch: None), 1 + MEETING, stamp, [])
+    channel._passed_by(Job(3, 0, lambda scratch: None), ChannelId(0, Purpose.MEETING), stamp, [])
     channel.close(0.0)
     assert sorted(wanted) == [1, 2]
 
@@ -385,18 +386,20 @@ def test_a_header_is_ours_or_refused(data):
     length=st.integers(0, 100),
     epoch=st.integers(0, 2**32 - 1),
     round=st.integers(0, 2**64 - 1),
+    lane=st.integers(0, 2**16 - 1),
+    purpose=st.sampled_from(list(Purpose)),
     bucket=st.integers(0, 2**32 - 1),
     part=st.integers(0, 2**16 - 1),
 )
-def test_headers_survive_the_wire(kind, length, epoch, round, bucket, part):
-    header = Header(kind, RUN, length, PLAN, 3, epoch, round, bucket, part)
+def test_a_header_is_unpacked_as_it_was_packed(kind, length, epoch, round, lane, purpose, bucket, part):
+    header = Header(kind, RUN, length, PLAN, ChannelId(lane, purpose), epoch, round, bucket, part)
     assert Header.unpack(header.pack(), RUN, 100) == header
 
 
 def test_a_changed_membership_ends_waits_of_the_old_plan():
     inbox = Inbox()
-    old = inbox.post(Key(1, 1, 0, 0), 1, 12, PLAN, memoryview(bytearray(1)))
-    before = inbox.post(Key(1, 1, 1, 0), 1, 9, PLAN, memoryview(bytearray(1)))
+    old = inbox.post(Key(1, CHANNEL, 0, 0), 1, 12, PLAN, memoryview(bytearray(1)))
+    before = inbox.post(Key(1, CHANNEL, 1, 0), 1, 9, PLAN, memoryview(bytearray(1)))
     inbox.replanned(2, [10])
     assert "epoch 2" in old.failed
     assert not before.over  # it is still done by the old plan

@@ -1,5 +1,6 @@
 """Moving bytes between workers: exchanges, wire formats, transports. The only importer of torch.distributed."""
 
+from gossamer.comm.deadline import Deadline
 from gossamer.comm.exchange import Batch, Exchange, Mixed, Scratch, arrived, correction, exchange, room_for
 from gossamer.comm.gloo import GlooTransport
 from gossamer.comm.guards import inspected
@@ -22,13 +23,15 @@ from gossamer.comm.tcp.frame import Refused
 from gossamer.comm.tcp.link import send_state
 from gossamer.comm.tcp.membership import Membership, Record
 from gossamer.comm.tcp.transport import TcpChannel, TcpTransport
-from gossamer.comm.transport import Channel, Job, PeerError, Stamp, Transport, clock
+from gossamer.comm.transport import Channel, ChannelId, Job, PeerError, Purpose, Stamp, Transport, clock
 from gossamer.comm.wire import Plain, Wire, wire_named
 
 __all__ = [
     "Batch",
     "Channel",
+    "ChannelId",
     "Counted",
+    "Deadline",
     "Exchange",
     "GlooTransport",
     "Hub",
@@ -39,6 +42,7 @@ __all__ = [
     "PeerError",
     "Plain",
     "PrefixStore",
+    "Purpose",
     "Record",
     "Refused",
     "RoundBarrier",

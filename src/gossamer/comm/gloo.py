@@ -27,7 +27,7 @@ from gossamer.comm.process_groups import (
     subgroup_of,
 )
 from gossamer.comm.threaded import ThreadedChannel
-from gossamer.comm.transport import Channel, Job, PeerError, Transport, clock
+from gossamer.comm.transport import Channel, ChannelId, Job, PeerError, Transport, clock
 
 NEVER = 2**31 - 1  # a tag that no exchange has
 POLL = 0.005  # seconds between looks for a peer that connects for the first time
@@ -108,8 +108,8 @@ class GlooTransport(Transport):
                 self._edges[peer] = Edge(store, self.rank, peer, self._timeout, self._left)
             return self._edges[peer]
 
-    def channel(self, index: int, lanes_in_flight: int, timeout: float) -> Channel:
-        return GlooChannel(self, index, lanes_in_flight, timeout)
+    def channel(self, channel: ChannelId, in_flight: int, timeout: float) -> Channel:
+        return GlooChannel(self, channel, in_flight, timeout)
 
     def share(self, name: str, text: str) -> list[str]:
         self._store.set(f"{name}/{self.rank}", text)
@@ -147,15 +147,15 @@ class GlooTransport(Transport):
 
 
 class GlooChannel(ThreadedChannel):
-    def __init__(self, transport: GlooTransport, index: int, threads: int, timeout: float):
+    def __init__(self, transport: GlooTransport, channel: ChannelId, threads: int, timeout: float):
         self._transport, self._timeout = transport, timeout
-        super().__init__(index, threads, transport.pace)
+        super().__init__(channel, threads, transport.pace)
 
     def _cut(self) -> None:
         self._transport.cut()
 
     def _carry(self, batch: Batch, job: Job) -> None:
-        tag = self._index * 65536 + job.bucket
+        tag = self._channel.number * 65536 + job.bucket
         peer = -1
         edges: dict[int, Edge] = {}
         works: list[tuple[int, Any]] = []

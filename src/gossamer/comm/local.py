@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from gossamer.comm.exchange import Batch, Exchange, Scratch
-from gossamer.comm.transport import Channel, Job, PeerError, Transport, clock
+from gossamer.comm.transport import Channel, ChannelId, Job, PeerError, Transport, clock
 from gossamer.errors import InputError
 
 
@@ -29,7 +29,7 @@ class _Running:
     """A coroutine between two batches: what it still waits to receive, what of its own is not yet taken."""
 
     rank: int
-    tag: tuple[int, int]
+    tag: tuple[ChannelId, int]
     job: Job
     steps: Exchange
     recvs: deque[tuple[int, Tensor]] = field(default_factory=deque)
@@ -43,14 +43,14 @@ class Hub:
         if size < 1:
             raise InputError(f"the number of workers must be a positive integer, got {size}; pass n >= 1")
         self.size = size
-        self._mail: dict[tuple[int, int, tuple[int, int]], deque[_Message]] = defaultdict(deque)
-        self._running: dict[tuple[int, tuple[int, int]], _Running] = {}  # by worker and tag
+        self._mail: dict[tuple[int, int, tuple[ChannelId, int]], deque[_Message]] = defaultdict(deque)
+        self._running: dict[tuple[int, tuple[ChannelId, int]], _Running] = {}  # by worker and tag
         self._shared: dict[str, dict[int, str]] = defaultdict(dict)
 
     def transport(self, rank: int) -> LocalTransport:
         return LocalTransport(self, rank)
 
-    def start(self, rank: int, channel: int, job: Job) -> None:
+    def start(self, rank: int, channel: ChannelId, job: Job) -> None:
         job.started = clock()
         running = _Running(rank, (channel, job.bucket), job, job.make(Scratch()))
         self._running[rank, running.tag] = running
@@ -117,8 +117,8 @@ class LocalTransport(Transport):
     def __init__(self, hub: Hub, rank: int):
         self.hub, self.rank, self.size = hub, rank, hub.size
 
-    def channel(self, index: int, lanes_in_flight: int, timeout: float) -> Channel:
-        return LocalChannel(self, index)
+    def channel(self, channel: ChannelId, in_flight: int, timeout: float) -> Channel:
+        return LocalChannel(self, channel)
 
     def share(self, name: str, text: str) -> list[str]:
         raise InputError("virtual workers are made together by VirtualCluster, which shares on their behalf")
@@ -128,11 +128,11 @@ class LocalTransport(Transport):
 
 
 class LocalChannel(Channel):
-    def __init__(self, transport: LocalTransport, index: int):
-        self._transport, self._index = transport, index
+    def __init__(self, transport: LocalTransport, channel: ChannelId):
+        self._transport, self._channel = transport, channel
 
     def launch(self, job: Job) -> None:
-        self._transport.hub.start(self._transport.rank, self._index, job)
+        self._transport.hub.start(self._transport.rank, self._channel, job)
 
     def wait(self, job: Job, timeout: float) -> bool:
         return job.done

@@ -14,19 +14,20 @@ import torch.distributed as dist
 
 from gossamer.comm.exchange import Scratch
 from gossamer.comm.gloo import GlooChannel, GlooTransport
-from gossamer.comm.transport import Channel, Job, clock
+from gossamer.comm.transport import Channel, ChannelId, Job, Purpose, clock
 
 
 class NcclTransport(GlooTransport):
     """Buckets on the GPU travel by NCCL; small control values stay on the CPU and travel by gloo edges."""
 
-    def channel(self, index: int, lanes_in_flight: int, timeout: float) -> Channel:
-        return NcclChannel(self, index, timeout) if index % 2 else GlooChannel(self, index, lanes_in_flight, timeout)
+    def channel(self, channel: ChannelId, in_flight: int, timeout: float) -> Channel:
+        if channel.purpose is Purpose.PARAMETERS:
+            return NcclChannel()
+        return GlooChannel(self, channel, in_flight, timeout)
 
 
 class NcclChannel(Channel):
-    def __init__(self, transport: NcclTransport, index: int, timeout: float):
-        self._transport, self._index = transport, index
+    def __init__(self) -> None:
         self._group: Any = dist.new_group(backend="nccl")
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._scratch: dict[int, Scratch] = {}

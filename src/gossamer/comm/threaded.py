@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 from gossamer.comm.exchange import Batch, Scratch
 from gossamer.comm.pace import Pace
-from gossamer.comm.transport import Channel, Job, clock
+from gossamer.comm.transport import Channel, ChannelId, Job, clock
 
 GRACE = 2.0  # seconds that everything under way has to end when it was cut
 AGAIN = 0.05  # seconds between attempts to cut
@@ -21,12 +21,17 @@ class ThreadedChannel(Channel):
 
     _done = threading.Condition()  # one for all: collective calls wait for jobs without knowing on whose channel
 
-    def __init__(self, index: int, threads: int, pace: Pace | None):
-        self._index, self._pace = index, pace
+    def __init__(self, channel: ChannelId, threads: int, pace: Pace | None):
+        self._channel, self._pace = channel, pace
         self._pending = 0
         self._queues: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in range(threads)]
         self._threads = [
-            threading.Thread(target=self._work, args=(q,), name=f"gossamer-{index}-{t}", daemon=True)
+            threading.Thread(
+                target=self._work,
+                args=(q,),
+                name=f"gossamer-{channel.purpose.name.lower()}-{channel.lane}-{t}",
+                daemon=True,
+            )
             for t, q in enumerate(self._queues)
         ]
         for thread in self._threads:

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,6 +21,27 @@ clock = time.perf_counter
 
 class PeerError(GossamerError):
     """A peer is dead, late or cut off. The message names the peer, the round and what to do."""
+
+
+class Purpose(IntEnum):
+    """What the messages of a channel are for."""
+
+    CONTROL = 0  # small averages in collective calls, for all lanes together
+    PARAMETERS = 1  # the rounds of a lane
+    SKETCH = 2  # a lane's sketches of the consensus distance
+    MEETING = 3  # a lane's exact averages in a meeting of an elastic job
+
+
+class ChannelId(NamedTuple):
+    """Names a channel; the same on all workers."""
+
+    lane: int
+    purpose: Purpose
+
+    @property
+    def number(self) -> int:
+        """A small integer for this channel, for transports that number their messages."""
+        return self.lane * len(Purpose) + self.purpose
 
 
 @dataclass(frozen=True)
@@ -100,8 +122,8 @@ class Transport(ABC):
     threaded = True  # False: all workers share one thread, which somebody else drives
 
     @abstractmethod
-    def channel(self, index: int, lanes_in_flight: int, timeout: float) -> Channel:
-        """Channel number `index`, the same on all workers, with that many exchanges under way at once."""
+    def channel(self, channel: ChannelId, in_flight: int, timeout: float) -> Channel:
+        """Open `channel`, with up to `in_flight` exchanges under way at once."""
 
     @abstractmethod
     def share(self, name: str, text: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from gossamer.comm import Transport, ddp_process_group, group_ranks, sharded_ranks, wire_named
+from gossamer.comm import ChannelId, Purpose, Transport, ddp_process_group, group_ranks, sharded_ranks, wire_named
 from gossamer.engine.asynchronous import AsyncLane
 from gossamer.engine.control import Control
 from gossamer.engine.elastic.gossip import ElasticGossip
@@ -159,7 +159,7 @@ def assemble(
 ) -> Gossip:
     """Open the channels and attach the hooks."""
     p, settings = prepared, prepared.settings
-    control = Control(p.rank, p.layout, transport.channel(0, 1, settings.timeout))
+    control = Control(p.rank, p.layout, transport.channel(ChannelId(0, Purpose.CONTROL), 1, settings.timeout))
     sharded = p.schedule.ranks is not None
     slots = p.layout.per_node[0] if sharded else 1
     slot = p.layout.members[p.layout.node[p.rank]].index(p.rank) if sharded else 0
@@ -176,7 +176,11 @@ def assemble(
             p.schedule,
             settings,
             wire_named(settings.wire),
-            transport.channel(2 * index + 1, min(settings.in_flight, len(p.buckets[index]) + 1), settings.timeout),
+            transport.channel(
+                ChannelId(index, Purpose.PARAMETERS),
+                min(settings.in_flight, len(p.buckets[index]) + 1),
+                settings.timeout,
+            ),
             meter,
             None,
             nudge,
@@ -194,7 +198,7 @@ def assemble(
                 guard.max_ratio if math.isfinite(guard.max_ratio) else None,
                 p.rank,
                 control.schedule,
-                transport.channel(2 * index + 2, 1, settings.timeout),
+                transport.channel(ChannelId(index, Purpose.SKETCH), 1, settings.timeout),
                 lane.wait,
                 seed=index,
                 slot=slot,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from gossamer.comm.transport import ChannelId, Purpose
 from gossamer.errors import GossamerError
 
 MAGIC = b"GSM1"
@@ -25,6 +26,9 @@ NONCE = 16
 LONGEST_HELLO = 4096
 HANDSHAKE = 2.0  # seconds for all of it
 HEADER = struct.Struct("!4sBBHIQIHQ8s8s")
+
+
+CONTROL = ChannelId(0, Purpose.CONTROL)
 
 
 class Refused(GossamerError):
@@ -48,18 +52,18 @@ class Header:
     run: bytes
     length: int = 0
     plan: bytes = bytes(8)
-    channel: int = 0
+    channel: ChannelId = CONTROL
     epoch: int = 0
     round: int = 0
     bucket: int = 0
-    part: int = 0  # the how-manieth message of an exchange from this worker to that
+    part: int = 0  # sequence number of the message within the exchange
 
     def pack(self) -> bytes:
         return HEADER.pack(
             MAGIC,
             self.kind,
-            0,
-            self.channel,
+            self.channel.purpose,
+            self.channel.lane,
             self.epoch,
             self.round,
             self.bucket,
@@ -72,14 +76,14 @@ class Header:
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview, run: bytes, most: int) -> Header:
         """The header in `data`; refused when it is none, of another run, or announces more than `most` bytes."""
-        magic, kind, _, channel, epoch, round, bucket, part, length, theirs, plan = HEADER.unpack(data)
-        if magic != MAGIC or kind not in set(Kind):
+        magic, kind, purpose, lane, epoch, round, bucket, part, length, theirs, plan = HEADER.unpack(data)
+        if magic != MAGIC or kind not in set(Kind) or purpose not in set(Purpose):
             raise Refused(f"what arrived is not a message of Gossamer: it begins with {bytes(data[:8]).hex()}")
         if theirs != run:
             raise Refused(f"a message of run {theirs.hex()} arrived in run {run.hex()}; are two jobs on one port?")
         if length > most:
             raise Refused(f"a message announces {length} bytes, more than the {most} this job can need")
-        return cls(Kind(kind), run, length, plan, channel, epoch, round, bucket, part)
+        return cls(Kind(kind), run, length, plan, ChannelId(lane, Purpose(purpose)), epoch, round, bucket, part)
 
 
 def digest(*parts: str) -> bytes:

@@ -14,16 +14,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-MEETING = 0x8000  # added to the channel of exchanges that belong to a collective call and to no round
+from gossamer.comm.transport import ChannelId, Purpose
 
 
 class Key(NamedTuple):
     """What a message is for: everything but when."""
 
     sender: int
-    channel: int
+    channel: ChannelId
     bucket: int
-    part: int  # the how-manieth message of the exchange between these two
+    part: int  # sequence number of the message within the exchange
+
+    @property
+    def in_a_round(self) -> bool:
+        return self.channel.purpose is Purpose.PARAMETERS
 
 
 @dataclass(eq=False)
@@ -50,7 +54,7 @@ class Inbox:
         self.changed = threading.Condition()
         self._waiting: dict[Key, Slot] = {}
         self._early: dict[Key, Slot] = {}
-        self._passed: dict[tuple[int, int, int], int] = {}  # (sender, channel, bucket) -> round it will not send again
+        self._passed: dict[tuple[int, ChannelId, int], int] = {}  # last round that (sender, channel, bucket) skips
 
     def post(self, key: Key, epoch: int, round: int, plan: bytes, view: memoryview) -> Slot:
         """Wait for a message. A channel has one exchange of a bucket under way, so a key has one slot."""
@@ -126,14 +130,14 @@ class Inbox:
             slot.filled = True
             self.changed.notify_all()
 
-    def passed(self, sender: int, channel: int, bucket: int, round: int) -> None:
+    def passed(self, sender: int, channel: ChannelId, bucket: int, round: int) -> None:
         """`sender` will send nothing more for that round, or for an earlier one."""
         with self.changed:
             key = (sender, channel, bucket)
             self._passed[key] = max(round, self._passed.get(key, -1))
             self._gone_on(sender, channel, bucket, round)
 
-    def _gone_on(self, sender: int, channel: int, bucket: int, round: int) -> None:
+    def _gone_on(self, sender: int, channel: ChannelId, bucket: int, round: int) -> None:
         for key, slot in list(self._waiting.items()):
             if key[:3] == (sender, channel, bucket) and slot.round <= round:
                 slot.failed = f"worker {sender} has gone on without it"
@@ -144,8 +148,7 @@ class Inbox:
         """`sender` will take part in no round of a lane before `rounds[lane]` any more."""
         with self.changed:
             for key, slot in list(self._waiting.items()):
-                lane = (key.channel - 1) // 2
-                if key.sender == sender and key.channel < MEETING and slot.round < rounds[lane]:
+                if key.sender == sender and key.in_a_round and slot.round < rounds[key.channel.lane]:
                     slot.failed = f"worker {sender} has gone on without it"
                     del self._waiting[key]
             self.changed.notify_all()
@@ -168,8 +171,7 @@ class Inbox:
         """From round `starts[lane]` on only messages of `epoch` count: whoever waits for another one need not."""
         with self.changed:
             for key, slot in list(self._waiting.items()):
-                lane = (key.channel - 1) // 2
-                if key.channel < MEETING and slot.epoch < epoch and slot.round >= starts[lane]:
+                if key.in_a_round and slot.epoch < epoch and slot.round >= starts[key.channel.lane]:
                     slot.failed = f"the members have changed (epoch {epoch})"
                     del self._waiting[key]
             self.changed.notify_all()

@@ -20,13 +20,14 @@ from typing import Any
 
 from gossamer.comm.tcp.frame import HEADER, Header, Kind, Refused, greet, read_exactly, read_into
 from gossamer.comm.tcp.inbox import Inbox, Key
+from gossamer.comm.transport import ChannelId
 
 CHUNK = 2**20  # bytes read or written at once
 ENOUGH = 2**17  # bytes to wake up for
 POLL = 0.05  # seconds between looks at whether a send was given up
 CONNECT = 1.0  # seconds for a connection
 STRANGERS = 64  # handshakes at once; whoever takes longest makes room for the next one
-About = tuple[int, int, int]  # what a short frame is about: kind, channel, bucket
+About = tuple[Kind, ChannelId, int]  # what a short frame is about: kind, channel, bucket
 STRANGER = -1  # whoever is not known by a rank
 TRASH = memoryview(bytearray(CHUNK))
 
@@ -299,7 +300,7 @@ class Links:
 
     def send_all(self, header: Header, payload: bytes = b"", *, to: Iterable[int] | None = None) -> None:
         """A short frame to every linked peer, or to those of `to`, as soon as each takes it; never waits."""
-        about, frame = (int(header.kind), header.channel, header.bucket), header.pack() + payload
+        about, frame = (header.kind, header.channel, header.bucket), header.pack() + payload
         with self._lock:
             peers = list(self.peers.values()) if to is None else [self.peer(rank) for rank in to]
             links = [link for peer in peers if (link := peer.link) is not None]

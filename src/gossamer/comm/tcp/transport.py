@@ -13,11 +13,11 @@ from torch import Tensor
 from gossamer.comm.exchange import Batch
 from gossamer.comm.pace import Pace
 from gossamer.comm.tcp.frame import Header, Kind
-from gossamer.comm.tcp.inbox import MEETING, Key, Slot
+from gossamer.comm.tcp.inbox import Key, Slot
 from gossamer.comm.tcp.link import Link, Lost
 from gossamer.comm.tcp.membership import Membership
 from gossamer.comm.threaded import ThreadedChannel
-from gossamer.comm.transport import Channel, Job, PeerError, Stamp, Transport
+from gossamer.comm.transport import Channel, ChannelId, Job, PeerError, Purpose, Stamp, Transport
 
 
 class TcpTransport(Transport):
@@ -25,8 +25,8 @@ class TcpTransport(Transport):
         self.rank, self.size, self.membership = membership.rank, membership.size, membership
         self.pace = Pace.from_environment(self.rank)
 
-    def channel(self, index: int, lanes_in_flight: int, timeout: float) -> Channel:
-        return TcpChannel(self.membership, index, lanes_in_flight, self.pace)
+    def channel(self, channel: ChannelId, in_flight: int, timeout: float) -> Channel:
+        return TcpChannel(self.membership, channel, in_flight, self.pace)
 
     def share(self, name: str, text: str) -> list[str]:
         return self.membership.share(name, text)
@@ -36,10 +36,10 @@ class TcpTransport(Transport):
 
 
 class TcpChannel(ThreadedChannel):
-    def __init__(self, membership: Membership, index: int, threads: int, pace: Pace | None):
+    def __init__(self, membership: Membership, channel: ChannelId, threads: int, pace: Pace | None):
         self._members, self._links = membership, membership.links
         self._closing = False
-        super().__init__(index, threads, pace)
+        super().__init__(channel, threads, pace)
 
     def give_up(self, job: Job) -> None:
         """Stop waiting for whoever has not answered; the job ends at once, and they count as late."""
@@ -56,7 +56,9 @@ class TcpChannel(ThreadedChannel):
     def _carry(self, batch: Batch, job: Job) -> None:
         stamp = job.stamp
         assert stamp is not None, "a job on these links needs a stamp"
-        channel = self._index + (MEETING if stamp.meeting else 0)
+        channel = self._channel
+        if stamp.meeting and channel.purpose is Purpose.PARAMETERS:  # apart from the messages of rounds
+            channel = ChannelId(channel.lane, Purpose.MEETING)
         inbox = self._links.inbox
         slots: list[Slot] = []
         try:
@@ -93,7 +95,7 @@ class TcpChannel(ThreadedChannel):
                 f"worker {self._members.rank} goes on without round {job.round}, bucket {job.bucket}: {error}"
             ) from None
 
-    def _passed_by(self, job: Job, channel: int, stamp: Stamp, slots: list[Slot]) -> None:
+    def _passed_by(self, job: Job, channel: ChannelId, stamp: Stamp, slots: list[Slot]) -> None:
         """Those who would wait for this worker need not, and those it waited for in vain are not waited for again."""
         if job.given_up and not stamp.meeting:
             for slot in slots:
