@@ -129,7 +129,7 @@ def test_a_worker_that_dies_before_the_job_begins_and_is_not_replaced_ends_the_r
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--exact-inside --per-node 1,2", "on_failure 'continue' does not go with exact_inside"),
+        ("--exact-inside --per-node 1,2", "on_failure 'continue' cannot be combined with exact_inside"),
         ("--on-failure perhaps", "on_failure"),
         ("--max-replacements -1", "max_replacements"),
     ],

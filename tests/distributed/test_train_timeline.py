@@ -2,8 +2,8 @@
 
 import pytest
 
-from gossamer.cli.run_options import build_config
 from gossamer.comm import world
+from gossamer.jobs.configure import build_config
 from gossamer.jobs.local import make_task_for, start, work
 from gossamer.report.runs import load_run
 from gossamer.trace import merge
@@ -27,7 +27,7 @@ def traced(pools, tmp_path_factory):
         "trace": True,
         "ddp_bucket_mb": 0.002,
     }
-    config = build_config("vision", None, flags, [], per_node=(1, 1), virtual=False)
+    config = build_config("vision", None, flags, per_node=(1, 1), virtual=False)
     start(config, folder, make_task_for(config), None, None)
     before = pools(1, 1).run(kept)
     pools(1, 1).run(work, str(folder), False)

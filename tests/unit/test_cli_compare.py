@@ -135,7 +135,7 @@ GOSSIP = [*VISION, "--methods", "ddp,dadam:ring"]
         ([*GOSSIP, "--lr", "1e-3", "--lr-sweep", "1e-3,1e-2"], "pass one of them"),
         ([*GOSSIP, "--lr-sweep", "1e-3,0.001"], "each once"),
         ([*GOSSIP, "--lr-sweep", "1e-3,nan"], "learning rates must be positive numbers"),
-        ([*GOSSIP, "--method", "dadam:ring"], "name them by --methods"),
+        ([*GOSSIP, "--method", "dadam:ring"], "there is no option --method (did you mean --methods?)"),
         ([*GOSSIP, "--jobs", "-1"], "--jobs must be at least 1, got -1"),
         ([*VISION, "--methods", "ddp,decent-dp:ring"], "not with decent-dp"),
         ([*VISION, "--methods", "ddp,ad-psgd:aer", "--every", "2"], "every=2 needs rounds"),
@@ -143,7 +143,7 @@ GOSSIP = [*VISION, "--methods", "ddp,dadam:ring"]
         ([*VISION, "--methods", "ddp,dadam:base(q=1)"], "base"),
         (["compare", "vision", "--methods", "dadam:ring", "--on-failure", "continue"], "leave it out"),
         (["train", "vision", "--method", "ad-psgd:aer", "--every", "2"], "every=2 needs rounds"),
-        (["train", "vision", "--method", "ad-psgd:aer", "--exact-inside"], "ad-psgd needs one a worker"),
+        (["train", "vision", "--method", "ad-psgd:aer", "--exact-inside"], "ad-psgd needs one per worker"),
         (["train", "vision", "--method", "dadam:ring", "--every", "2", "--average-every", "3"], "multiple of every=2"),
         (["train", "vision", "--method", "ddp", "--on-failure", "continue"], "needs gossip"),
         (

@@ -64,7 +64,6 @@ def test_exact_inside_costs_about_a_ddp_step_of_a_node():
     ("arguments", "sentence"),
     [
         (["train", "visoin", "--virtual", "2"], "unknown task 'visoin'"),
-        (["train", "--width", "4", "vision"], "--width comes before the task; write the task's name first"),
         (["train", "vision", "--virtual", "2", "--method", "dadm:ring"], "unknown method 'dadm:ring'"),
         (
             ["train", "vision", "--virtual", "2", "--steps", "0"],
@@ -74,7 +73,10 @@ def test_exact_inside_costs_about_a_ddp_step_of_a_node():
         (["train", "vision", "--virtual", "2", "--workers", "2"], "pass one of them"),
         (["train", "vision", "--virtual", "4000"], "4000 workers"),
         (["train", "vision", "--virtual", "2", "--out", "/proc/none"], "cannot write to the run's folder /proc/none"),
-        (["train", "vision", "--virtual", "2", "--colour", "red"], "there is no option --colour"),
+        (["train", "vision", "--virtual", "2", "--colour", "red"], "there is no option --colour; see"),
+        (["train", "vision", "--virtual", "2", "--metod", "ddp"], "no option --metod (did you mean --method?); see"),
+        (["train", "vision", "--virtual", "2", "loose"], "nexpected extra argument"),
+        (["train", "lm", "--virtual", "2", "--width", "4"], "--width is an option of vision, not of lm"),
         (["train", "vision", "--virtual", "2", "--batch", "0"], "batch"),
         (["train", "vision", "--virtual", "2", "--link", "20mbit"], "--link shapes the links of real workers"),
         (["train", "vision", "--workers", "2", "--cluster", "a40"], "--cluster supplies the clock of --virtual"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gossamer import InputError
-from gossamer.cli.run_options import build_config, per_node_from
+from gossamer.jobs.configure import build_config, per_node_from
 from gossamer.predict.methods import parse
 from gossamer.recipes.config import RunConfig, make_config, read_toml
 from gossamer.recipes.methods import factor, gossip_settings, learning_rate, make_optimizer
@@ -24,6 +24,11 @@ from gossamer.recipes.methods import factor, gossip_settings, learning_rate, mak
         ({"exact_inside": True, "per_node": (4,)}, "exact_inside gossips between nodes and needs two or more"),
         ({"per_node": ()}, "per_node"),
         ({"ema": 1.0}, "ema"),
+        ({"soft_deadline": 0.0}, "soft_deadline: .*greater than 0"),
+        (
+            {"on_failure": "continue", "soft_deadline": 9.0},
+            "soft_deadline 9 .* must not be longer than hard_deadline 5",
+        ),
     ],
 )
 def test_bad_values_are_one_sentence(values, sentence):
@@ -35,10 +40,10 @@ def test_bad_values_are_one_sentence(values, sentence):
 def test_toml_then_flags(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('task = "vision"\nsteps = 7\nlr = 0.1\n[options]\nbatch = 3\nnorm = "group"\n')
-    config = build_config(None, file, {"lr": 0.2, "steps": None, "batch": 5}, ["--flip", "--clip=0.5", "--crop", "2"])
+    config = build_config(None, file, {"lr": 0.2, "steps": None, "batch": 5, "flip": True, "clip": 0.5, "crop": 2})
     assert (config.steps, config.lr, config.clip) == (7, 0.2, 0.5)
-    assert config.options == {"batch": 5, "norm": "group", "flip": True, "crop": "2"}
-    assert build_config("vision", None, {}, ["--betas", "0.8,0.9"]).betas == (0.8, 0.9)
+    assert config.options == {"batch": 5, "norm": "group", "flip": True, "crop": 2}
+    assert build_config("vision", None, {"betas": "0.8,0.9"}).betas == (0.8, 0.9)
 
 
 @pytest.mark.parametrize(
@@ -58,14 +63,14 @@ def test_bad_files(tmp_path, text, sentence):
 
 
 def test_unknown_flags_and_tasks():
-    with pytest.raises(InputError, match="there is no option --colour: task 'vision' knows data, batch"):
-        build_config("vision", None, {}, ["--colour", "red"])
+    with pytest.raises(InputError, match="vision has no option --colour; vision takes data, batch"):
+        build_config("vision", None, {"colour": "red"})
+    with pytest.raises(InputError, match="--context is an option of lm, not of vision; vision takes data, batch"):
+        build_config("vision", None, {"context": 8})
     with pytest.raises(InputError, match="unknown task 'visions'"):
-        build_config("visions", None, {}, [])
-    with pytest.raises(InputError, match="which task"):
-        build_config(None, None, {}, [])
-    with pytest.raises(InputError, match="'loose' is not an option"):
-        build_config("vision", None, {}, ["loose"])
+        build_config("visions", None, {})
+    with pytest.raises(InputError, match="the task is missing"):
+        build_config(None, None, {})
 
 
 def test_workers_on_nodes():

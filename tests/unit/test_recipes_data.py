@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from gossamer import InputError
 from gossamer.recipes.data.shards import Order, alpha_of, dirichlet_shards, picker
 from gossamer.recipes.data.tokenbatches import TokenBatches
-from gossamer.recipes.task import TASKS, Batches, evaluating, make_task, options_type, seeded
+from gossamer.recipes.options import TASKS, options_type
+from gossamer.recipes.task import Batches, evaluating, make_task, seeded
 
 
 def test_batches_go_on_where_they_were():

@@ -12,7 +12,7 @@ import typer
 
 from gossamer.cli.options import command_app
 from gossamer.cli.output import finite, print_json, print_rich
-from gossamer.cli.run_options import EXTRA, RunFlags, with_run_flags
+from gossamer.cli.run_options import OUTPUT, WORKERS, RunFlags, with_run_flags
 from gossamer.errors import GossamerError, InputError
 
 if TYPE_CHECKING:
@@ -27,24 +27,44 @@ EXAMPLE = (
 )
 
 
-@app.command(epilog=EXAMPLE, context_settings=EXTRA)
-@with_run_flags
+@app.command(epilog=EXAMPLE)
+@with_run_flags(without=("method",))
 def compare(
     flags: RunFlags,
     *,
     methods: Annotated[
-        str, typer.Option(metavar="LIST", help="NAME[:TOPOLOGY[:WIRE]], separated by commas.")
+        str,
+        typer.Option(metavar="LIST", help="NAME[:TOPOLOGY[:WIRE]], separated by commas.", rich_help_panel="Method"),
     ] = "ddp,accumadam:aer",
-    seeds: Annotated[int, typer.Option(metavar="S", help="Runs of each method.")] = 1,
+    seeds: Annotated[
+        int, typer.Option(metavar="S", help="Number of runs of each method.", rich_help_panel="Method")
+    ] = 1,
+    seed: Annotated[int, typer.Option(metavar="N", help="The first seed.", rich_help_panel="Method")] = 0,
     lr: Annotated[
-        str | None, typer.Option(metavar="LR", help="Peak learning rate, or a method each: ddp=1e-3,dadam:aer=2e-3.")
+        str | None,
+        typer.Option(
+            metavar="LR",
+            help="Peak learning rate, or one per method: ddp=1e-3,dadam:aer=2e-3.",
+            rich_help_panel="Optimization",
+        ),
     ] = None,
     lr_sweep: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Try these rates with every method, keep each one's best.")
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Try these rates with every method and keep the best rate of each.",
+            rich_help_panel="Optimization",
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
-    jobs: Annotated[int | None, typer.Option(metavar="J", help="Virtual runs side by side (default: cores).")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as well.")] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="J", help="Virtual runs side by side. Default: the number of cores.", rich_help_panel=WORKERS
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the report as well.", rich_help_panel=OUTPUT)
+    ] = None,
 ) -> None:
     """Train by every method and seed, with equal steps, and compare quality, time, bytes and consensus."""
     from gossamer.jobs.compare import Trainer, best, slug, sweep
@@ -54,8 +74,6 @@ def compare(
     chosen = parse_list(methods)
     if not chosen or len({str(m) for m in chosen}) < len(chosen):
         raise InputError(f"--methods {methods!r} must name one or more methods, each once; e.g. ddp,accumadam:aer")
-    if any(re.match("--method(=|$)", word) for word in flags.extra):
-        raise InputError("compare trains several methods; name them by --methods, e.g. ddp,accumadam:aer")
     if seeds < 1:
         raise InputError(f"--seeds must be at least 1, got {seeds}")
     if jobs is not None and jobs < 1:
@@ -65,9 +83,11 @@ def compare(
     rates = _rates(lr, chosen)
     tried = None if lr_sweep is None else _numbers(lr_sweep)
 
+    keep: dict[str, bool] = {} if "save_final" in flags.given else {"save_final": False}
+
     def configured(method: Method, number: int, rate: float | None) -> RunConfig:
         inside = {"exact_inside": False} if method.algorithm == "ddp" else {}
-        return flags.configured(method=str(method), seed=number, lr=rate, **inside)
+        return flags.configured(method=str(method), seed=number, lr=rate, **keep, **inside)
 
     first, *_ = [configured(m, seed, None) for m in chosen]  # all, so that none is refused after others have trained
     if first.on_failure == "continue":

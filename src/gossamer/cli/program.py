@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -72,12 +73,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             error.show()
             return int(error.exit_code)
         where = error.ctx.command_path if getattr(error, "ctx", None) else "gossamer"
-        return _fail(f"{error.format_message().rstrip('.')}; see '{where} --help'")
+        return _fail(f"{_described(error)}; see '{where} --help'")
     except typer.Abort:
         return 130
     except BrokenPipeError:  # the reader (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _described(error: Any) -> str:
+    """Return what is wrong with the arguments; for an unknown option with the most similar one."""
+    if type(error).__name__ != "NoSuchOption":
+        return str(error.format_message()).rstrip(".")
+    known = [o for p in error.ctx.command.params for o in p.opts] if getattr(error, "ctx", None) else []
+    close = difflib.get_close_matches(error.option_name, known, 1, cutoff=0.75)
+    return f"there is no option {error.option_name}" + (f" (did you mean {close[0]}?)" if close else "")
 
 
 def _fail(sentence: str) -> int:

@@ -1,72 +1,106 @@
-"""The options that `train` and `compare` share, and how they become a run's configuration."""
+"""The options that `train` and `compare` share, generated from the configuration of a run and of its task."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+from pydantic.fields import FieldInfo
 
-from gossamer.cli.options import Json
 from gossamer.errors import InputError
+from gossamer.recipes.config import RunConfig
+from gossamer.recipes.options import TASK_OPTIONS
 
-if TYPE_CHECKING:
-    from gossamer.recipes.config import RunConfig
-
-# Flags that are not named are keys of the configuration or of the task's options.
-EXTRA: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+WORKERS = "Workers and links"
+OUTPUT = "Output"
+PANELS: dict[str, tuple[str, ...]] = {
+    "Method": (
+        *("method", "steps", "seed", "combine", "every", "staleness", "average_every", "exact_inside"),
+        "ddp_bucket_mb",
+    ),
+    "Optimization": (
+        *("lr", "schedule", "warmup", "betas", "eps", "momentum", "weight_decay", "accumulate", "betas_per"),
+        *("micro_batches", "clip", "amp", "ema"),
+    ),
+    WORKERS: ("batched", "threads"),
+    "Failures and checkpoints": (
+        *("on_failure", "max_replacements", "soft_deadline", "hard_deadline"),
+        *("checkpoint_every", "save_final", "keep_last"),
+    ),
+    OUTPUT: ("eval_every", "trace"),
+}
+"""The panel of each field of `RunConfig` in `--help`."""
+BY_HAND = ("task", "options", "per_node", "virtual")  # fields of `RunConfig` whose flags `RunFlags` writes out
+METAVARS = {"method": "METHOD", "betas": "B1,B2", "data": "PATH", "partition": "HOW"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """What the user wrote, in the order of `--help`; `extra` are the flags that have no field."""
+    """The flags that `train` and `compare` share."""
 
-    task: Annotated[str | None, typer.Argument(metavar="TASK", help="vision, translate or lm.", show_default=False)] = (
-        None
-    )
-    steps: Annotated[int | None, typer.Option(metavar="K", help="Optimizer steps.")] = None
-    workers: Annotated[int | None, typer.Option(metavar="N", help="Start N local workers (default 4).")] = None
+    task: Annotated[
+        str | None, typer.Argument(metavar="TASK", help=f"{', '.join(TASK_OPTIONS)}.", show_default=False)
+    ] = None
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", help="Start N local workers. Default: 4.", rich_help_panel=WORKERS)
+    ] = None
     virtual: Annotated[
-        int | None, typer.Option(metavar="N", help="N workers in one process, on a simulated clock.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Train N workers in one process, on a simulated clock.",
+            rich_help_panel=WORKERS,
+        ),
     ] = None
     per_node: Annotated[
-        str | None, typer.Option(metavar="L", help="Workers on each node: 4, or 4,4,2 (default 4, 2 or 1).")
-    ] = None
-    batch: Annotated[int | None, typer.Option(metavar="B", help="Samples in one worker's batch.")] = None
-    data: Annotated[str | None, typer.Option(metavar="PATH", help="A real data set (default: the embedded one).")] = (
-        None
-    )
-    partition: Annotated[str | None, typer.Option(metavar="P", help="iid, or dirichlet:0.1 (label-skewed).")] = None
-    exact_inside: Annotated[
-        bool | None, typer.Option("--exact-inside", help="Average gradients inside a node, gossip between nodes.")
+        str | None,
+        typer.Option(
+            metavar="L",
+            help="Workers on each node: 4, or 4,4,2. By default 4, 2 or 1, so that there are two or more nodes.",
+            rich_help_panel=WORKERS,
+        ),
     ] = None
     cluster: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="The cluster whose time --virtual shows (default a40).")
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="The cluster whose step times --virtual simulates. Default: a40.",
+            rich_help_panel=WORKERS,
+        ),
     ] = None
     link: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Shape the links between nodes, e.g. 20mbit (lab).")
+        str | None,
+        typer.Option(
+            metavar="RATE", help="Shape the links between nodes of local workers, e.g. 20mbit.", rich_help_panel=WORKERS
+        ),
     ] = None
-    config: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="A .toml file; flags win.")] = None
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where results go (default runs/TASK-TIME).")] = None
-    as_json: Json = False
-    extra: tuple[str, ...] = ()
-
-    def named(self) -> dict[str, Any]:
-        """The flags that are keys of the configuration or of the task's options."""
-        return {name: getattr(self, name) for name in ("steps", "batch", "data", "partition", "exact_inside")}
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="A TOML file with the same keys; flags override it."),
+    ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the results. Default: runs/TASK-TIME.", rich_help_panel=OUTPUT),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.", rich_help_panel=OUTPUT)] = False
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """The flags that are keys of the configuration or options of the task, as far as the user has set them."""
 
     def configured(self, **decided: Any) -> RunConfig:
-        """File, then flags, then what the command has decided; what the engine would refuse is refused here."""
+        """Merge the configuration file, the flags and what the command has decided, and check the result."""
+        from gossamer.jobs.configure import build_config, check_method, per_node_from
+
         workers = self.workers
         if workers is None and self.virtual is None and self.per_node is None and self.config is None:
             workers = 4
         places = per_node_from(workers, self.virtual, self.per_node)
         where = None if self.virtual is None and workers is None else self.virtual is not None
-        forced = {"per_node": places, "virtual": where, **decided}
-        made = build_config(self.task, self.config, self.named(), self.extra, **forced)
+        made = build_config(self.task, self.config, self.given, **{"per_node": places, "virtual": where, **decided})
         check_method(made)
         if made.virtual and self.link is not None:
             raise InputError(
@@ -77,126 +111,111 @@ class RunFlags:
         return made
 
 
-def with_run_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """`command(flags, *, ...)` with the fields of `RunFlags` as parameters of its own, as typer wants to see them."""
-    shared = [f for f in fields(RunFlags) if f.name != "extra"]
+def with_run_flags(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command `command(flags, *, ...)` the fields of `RunFlags` and one option per configuration field.
 
-    def run(context: typer.Context, **values: Any) -> None:
-        flags = {f.name: values.pop(f.name) for f in shared}
-        command(RunFlags(**flags, extra=tuple(context.args)), **values)
+    A parameter that the command declares itself replaces the option of the same name; `without` names further fields
+    that the command does not take.
+    """
 
-    own = list(inspect.signature(command).parameters.values())[1:]
-    hints = {**get_type_hints(RunFlags, include_extras=True), **get_type_hints(command, include_extras=True)}
-    kind = inspect.Parameter.KEYWORD_ONLY
-    task, *rest = [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in shared]
-    mine = [p.replace(annotation=hints[p.name]) for p in own]
-    parameters = [inspect.Parameter("context", kind, annotation=typer.Context), task, *mine, *rest]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    return run
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        shared = [f for f in fields(RunFlags) if f.name != "given"]
+        own = list(inspect.signature(command).parameters.values())[1:]
+        names = {p.name for p in own} | set(without)
+        generated = [p for p in _generated() if p.name not in names]
 
+        def run(**values: Any) -> None:
+            flags = {f.name: values.pop(f.name) for f in shared}
+            given = {p.name: v for p in generated if (v := values.pop(p.name)) is not None}
+            command(RunFlags(**flags, given=given), **values)
 
-def build_config(
-    task: str | None, file: Path | None, flags: Mapping[str, Any], extra: Sequence[str], **forced: Any
-) -> RunConfig:
-    """File, then flags, then what the command decides. Flags may be keys of the configuration or of the task."""
-    from gossamer.recipes.config import RunConfig, make_config, read_toml
-    from gossamer.recipes.task import options_type
+        hints = {**get_type_hints(RunFlags, include_extras=True), **get_type_hints(command, include_extras=True)}
+        kind = inspect.Parameter.KEYWORD_ONLY
+        task, *rest = [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in shared]
+        options = [*rest, *(p.replace(annotation=hints[p.name]) for p in own), *generated]
+        parameters = [task, *sorted(options, key=_place)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
 
-    values = read_toml(file) if file is not None else {}
-    if task is not None:
-        if task.startswith("-"):  # an option without a field, taken for the argument
-            raise InputError(f"{task} comes before the task; write the task's name first, as in gossamer train vision")
-        values["task"] = task
-    if "task" not in values:
-        raise InputError("which task? write for example gossamer train vision; the tasks are vision, translate, lm")
-    known = options_type(values["task"]).model_fields
-    options = values.get("options", {})
-    if not isinstance(options, dict):
-        raise InputError(f"options must be a table of the task's keys, got {options!r}; write them below [options]")
-    options = dict(options)
-    for key, value in {**{k: v for k, v in flags.items() if v is not None}, **_pairs(extra)}.items():
-        name = key.replace("-", "_")
-        if name in known:
-            options[name] = value
-        elif name in RunConfig.model_fields and name not in ("task", "options"):
-            values[name] = value
-        else:
-            raise InputError(
-                f"there is no option --{key}: task {values['task']!r} knows {', '.join(known)}; a run knows "
-                f"{', '.join(f for f in RunConfig.model_fields if f not in ('task', 'options'))}"
-            )
-    for name in ("betas",):
-        if isinstance(values.get(name), str):
-            values[name] = values[name].split(",")
-    return make_config({**values, "options": options, **{k: v for k, v in forced.items() if v is not None}})
+    return decorate
 
 
-def check_method(config: RunConfig) -> None:
-    """Refuse a method that cannot train as configured, before anything is written."""
-    from gossamer.engine.policies import Settings
-    from gossamer.predict.methods import parse
-    from gossamer.recipes.methods import gossip_settings, refuse_unfit
-    from gossamer.topology import Layout, resolve
-
-    method = parse(config.method)
-    refuse_unfit(method, config)
-    if method.algorithm == "ddp":
-        return
-    settings = gossip_settings(method, config)
-    topology = settings.pop("topology")
-    Settings(on_failure=config.on_failure, **settings)
-    if config.exact_inside and method.asynchronous and not config.virtual:
-        raise InputError(
-            f"exact_inside gives a node's workers one replica, and {method.name} needs one a worker; leave it out, or "
-            "choose a synchronous method, e.g. dadam:aer"
-        )
-    resolve(topology, Layout.of([1] * len(config.per_node) if config.exact_inside else config.per_node))
+def _place(option: inspect.Parameter) -> int:
+    """Return where the option's panel stands in `--help`: options without a panel first, the tasks' panels last."""
+    panel = get_args(option.annotation)[-1].rich_help_panel
+    panels = [None, *PANELS]
+    return panels.index(panel) if panel in panels else len(panels)
 
 
-def _pairs(extra: Sequence[str]) -> dict[str, Any]:
-    """`--key value`, `--key=value` and `--key` (true) as a dictionary."""
-    found: dict[str, Any] = {}
-    rest = list(extra)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            raise InputError(f"{word!r} is not an option; write --name value, and the task's name first")
-        key, equals, value = word[2:].partition("=")
-        if equals:
-            found[key] = value
-        elif rest and not rest[0].startswith("--"):
-            found[key] = rest.pop(0)
-        else:
-            found[key] = True
-    return found
+def _generated() -> Iterator[inspect.Parameter]:
+    """Yield one option per field of the run's configuration, then one per option of the tasks."""
+    for panel, names in PANELS.items():
+        for name in names:
+            yield _option(name, RunConfig.model_fields[name], panel)
+    found: dict[str, dict[str, FieldInfo]] = {}  # by option and task
+    for task, kind in TASK_OPTIONS.items():
+        for name, info in kind.model_fields.items():
+            found.setdefault(name, {})[task] = info
+    for name, by_task in sorted(found.items(), key=lambda item: -len(item[1])):
+        yield _task_option(name, by_task)
 
 
-def per_node_from(workers: int | None, virtual: int | None, per_node: str | None) -> tuple[int, ...] | None:
-    """Workers on each node; None when no flag says anything. Left to us, nodes have 4 workers, or 2, or 1: so many
-    that there are two nodes or more."""
-    if workers is not None and virtual is not None:
-        raise InputError("--workers starts processes and --virtual needs none; pass one of them")
-    n = workers if workers is not None else virtual
-    if n is not None and not 1 <= n <= 4096:
-        flag = "--workers" if workers is not None else "--virtual"
-        raise InputError(f"{flag} must be between 1 and 4096, got {n}; pass a positive whole number")
-    if per_node is None:
-        if n is None:
-            return None
-        size = next((s for s in (4, 2) if n % s == 0 and n > s), 1)
-        return (size,) * (n // size)
-    try:
-        counts = [int(piece) for piece in per_node.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1:
-        raise InputError(f"--per-node must be a positive number or a comma list of them, got {per_node!r}; e.g. 4")
-    if len(counts) == 1 and n is not None:
-        if n % counts[0]:
-            raise InputError(f"{n} workers cannot be put {counts[0]} on a node; choose --per-node that divides {n}")
-        counts *= n // counts[0]
-    if n is not None and sum(counts) != n:
-        raise InputError(f"--per-node {per_node} makes {sum(counts)} workers, not {n}; pass one of the two")
-    return tuple(counts)
+def _option(name: str, info: FieldInfo, panel: str, text: str | None = None) -> inspect.Parameter:
+    """Return the option of a field; `text` replaces its description and default."""
+    kind, metavar = _type_of(info.annotation)
+    flag = f"--{name.replace('_', '-')}"
+    option = typer.Option(
+        f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
+        metavar=None if kind is bool else METAVARS.get(name, metavar),
+        help=text or _sentence(info.description, _shown(info.default)),
+        show_default=False,
+        rich_help_panel=panel,
+    )
+    annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _task_option(name: str, by_task: Mapping[str, FieldInfo]) -> inspect.Parameter:
+    """Return one option for all tasks that have it, with the description and default of each where they differ."""
+    infos = list(by_task.values())
+    shared = len({str(i.annotation) for i in infos}) == 1
+    panel = "Options of every task" if len(by_task) == len(TASK_OPTIONS) else f"Options of {' and '.join(by_task)}"
+    if shared and len({i.description for i in infos}) == 1:
+        defaults = {task: _shown(i.default) for task, i in by_task.items()}
+        equal = len(set(defaults.values())) == 1
+        default = next(iter(defaults.values())) if equal else ", ".join(f"{v} for {k}" for k, v in defaults.items())
+        return _option(name, infos[0], panel, _sentence(infos[0].description, default))
+    texts = []
+    for task, info in by_task.items():
+        metavar = _type_of(info.annotation)[1]
+        choices = f" ({metavar})" if "|" in metavar else ""
+        texts.append(f"{task}{choices}: {_sentence(info.description, _shown(info.default))}")
+    return _option(name, infos[0] if shared else FieldInfo(annotation=str), panel, " ".join(texts))
+
+
+def _sentence(description: str | None, default: str) -> str:
+    return f"{description} Default: {default}." if default else str(description)
+
+
+def _type_of(annotation: Any) -> tuple[type, str]:
+    """Return the type that typer parses a field as, and its name in `--help`; the configuration checks the value."""
+    if get_origin(annotation) is Annotated:
+        return _type_of(get_args(annotation)[0])
+    inner = [kind for kind in get_args(annotation) if kind is not NoneType]
+    if len(inner) == 1 and len(get_args(annotation)) == 2:  # X | None
+        return _type_of(inner[0])
+    if get_origin(annotation) is Literal:
+        return str, "|".join(get_args(annotation))
+    names = {bool: "", int: "N", float: "X"}
+    return (annotation, names[annotation]) if annotation in names else (str, "TEXT")
+
+
+def _shown(default: Any) -> str:
+    """Return how `--help` shows a default; nothing for None, which the description explains, and for false."""
+    if default is None or default is False:
+        return ""
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
+    return "on" if default is True else str(default)

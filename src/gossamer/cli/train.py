@@ -10,7 +10,7 @@ import typer
 
 from gossamer.cli.options import command_app
 from gossamer.cli.output import print_json, print_rich
-from gossamer.cli.run_options import EXTRA, RunFlags, with_run_flags
+from gossamer.cli.run_options import OUTPUT, RunFlags, with_run_flags
 from gossamer.errors import GossamerError, InputError
 from gossamer.jobs.progress import summary_writer
 
@@ -27,36 +27,34 @@ EXAMPLE = (
 )
 
 
-@app.command(epilog=EXAMPLE, context_settings=EXTRA)
-@with_run_flags
+@app.command(epilog=EXAMPLE)
+@with_run_flags()
 def train(
     flags: RunFlags,
     *,
-    method: Annotated[str | None, typer.Option(metavar="METHOD", help="NAME[:TOPOLOGY[:WIRE]].")] = None,
-    lr: Annotated[float | None, typer.Option(metavar="LR", help="Peak learning rate.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of weights, data order and dropout.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(metavar="K", help="Steps between checkpoints.")] = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Continue this run, with --workers N by as many.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Resume this run; --workers N changes the number of workers."),
     ] = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files as well.")] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write TensorBoard files as well.", rich_help_panel=OUTPUT)
+    ] = False,
 ) -> None:
-    """Train a task. Every other key of the configuration, and every option of the task, is a flag too."""
+    """Train a task on local workers, on virtual workers, or as a worker of a job that torchrun or Slurm started."""
     from gossamer.comm.world import launched
     from gossamer.jobs.local import default_folder, make_task_for
 
     if tensorboard:
-        summary_writer()  # missing? say so before anything is begun
-    decided = {"method": method, "lr": lr, "seed": seed, "checkpoint_every": checkpoint_every}
+        summary_writer()  # a missing package is an error before anything is started
     if resume is not None:
-        _refuse_with_resume(resume, flags, decided)
+        _refuse_with_resume(resume, flags)
     if launched():
         if flags.workers is not None or flags.virtual is not None or flags.link is not None:
             raise InputError("a launcher has started the workers; leave --workers, --virtual and --link out")
-        _join(flags, decided, resume, tensorboard)
+        _join(flags, resume, tensorboard)
         return
     if resume is None:
-        config = flags.configured(**decided)
+        config = flags.configured()
         task = make_task_for(config)
     else:
         config, task = _resumed(resume, flags)
@@ -65,11 +63,9 @@ def train(
     _tell(outcome, folder, config, flags.as_json)
 
 
-def _refuse_with_resume(folder: Path, flags: RunFlags, decided: dict[str, Any]) -> None:
-    named = {**flags.named(), **decided, **{k: getattr(flags, k) for k in ("cluster", "link", "config", "out")}}
+def _refuse_with_resume(folder: Path, flags: RunFlags) -> None:
+    named = {**flags.given, **{k: getattr(flags, k) for k in ("cluster", "link", "config", "out")}}
     unused = [f"--{k.replace('_', '-')}" for k, v in named.items() if v is not None and k != "steps"]
-    if flags.extra:
-        unused.append(" ".join(flags.extra))
     if flags.task is not None:
         unused.append(flags.task)
     if unused:
@@ -103,8 +99,8 @@ def _resumed(folder: Path, flags: RunFlags, launched: tuple[int, ...] | None = N
     """The run's configuration, with a new end and other workers if they are given (or as they were launched), and its
     task. What cannot be trained is refused before the run's file is changed."""
     from gossamer.checkpoint.files import latest_in
-    from gossamer.cli.run_options import check_method, per_node_from
     from gossamer.jobs.clock import simulated_on
+    from gossamer.jobs.configure import check_method, per_node_from
     from gossamer.jobs.local import make_task_for
     from gossamer.recipes.config import make_config
     from gossamer.recipes.run import read_config, write_config
@@ -115,7 +111,7 @@ def _resumed(folder: Path, flags: RunFlags, launched: tuple[int, ...] | None = N
         wrong, right = ("--workers", "--virtual") if before.virtual else ("--virtual", "--workers")
         raise InputError(f"{folder} is a run with {right[2:]}; resume it with {right} N, not with {wrong}")
     places = launched or per_node_from(flags.workers, flags.virtual, flags.per_node) or before.per_node
-    steps = before.steps if flags.steps is None else flags.steps
+    steps = flags.given.get("steps", before.steps)
     config = make_config({**before.model_dump(), "steps": steps, "per_node": places})
     if at >= config.steps:
         raise InputError(f"{folder} has done all its {config.steps} steps; pass --steps with more to go on")
@@ -130,7 +126,7 @@ def _resumed(folder: Path, flags: RunFlags, launched: tuple[int, ...] | None = N
     return config, task
 
 
-def _join(flags: RunFlags, decided: dict[str, Any], resume: Path | None, board: bool) -> None:
+def _join(flags: RunFlags, resume: Path | None, board: bool) -> None:
     """One worker of a job that a launcher started. Worker 0 makes the folder, which all must see."""
     from gossamer.comm.world import join_world, leave_world, said_by_first, workers_per_node
     from gossamer.jobs.local import interrupts, make_task_for, start, train_here, watchers
@@ -143,7 +139,7 @@ def _join(flags: RunFlags, decided: dict[str, Any], resume: Path | None, board: 
     folder = resume or flags.out or Path("runs") / job
     places = workers_per_node()
     if resume is None:
-        config = flags.configured(per_node=places, virtual=False, **decided)
+        config = flags.configured(per_node=places, virtual=False)
         _refuse_launched(config)
         made = make_task_for(config)  # on every worker: bad input ends all of them, and nobody waits
     problem = ""

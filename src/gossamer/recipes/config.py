@@ -1,4 +1,4 @@
-"""What a training run is told: one validated object, from a TOML file and flags, written to the run's folder."""
+"""The configuration of a training run, validated: from a TOML file and flags, written to the run's folder."""
 
 from __future__ import annotations
 
@@ -16,71 +16,91 @@ Whole = Annotated[int, Field(ge=0)]
 
 
 class RunConfig(BaseModel):
-    """One run. An unknown key is refused; `options` belong to the task and are checked by it."""
+    """The configuration of one run. Unknown keys are refused; the task checks `options`.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    Every field is a flag of `gossamer train` and `gossamer compare`; the docstring below a field is its help text.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     task: str
+    """Name of the task."""
     method: str = "accumadam:aer"
-    """`NAME[:TOPOLOGY[:WIRE]]`."""
+    """The method to train by: NAME[:TOPOLOGY[:WIRE]]."""
     steps: Count = 200
+    """Optimizer steps."""
     seed: Whole = 0
+    """Seed of weights, data order and dropout."""
     per_node: Annotated[tuple[Count, ...], Field(min_length=1)] = (2, 2)
     """Workers on each node."""
     virtual: bool = False
-    """All workers in one process."""
+    """Train all workers in one process, on a simulated clock."""
 
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Peak learning rate; None: the optimizer's default in `recipes.methods`."""
+    """Peak learning rate. By default 2e-3 for Adam and AccumAdam, 0.05 for SGD."""
     schedule: Literal["constant", "cosine", "inverse-sqrt"] = "cosine"
+    """Learning-rate schedule after the warm-up."""
     warmup: Whole | None = None
-    """Steps of linear warm-up; None: a twentieth of all."""
+    """Steps of linear warm-up. By default a twentieth of all steps."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.98)
+    """Decay rates of Adam's and AccumAdam's moments, separated by a comma."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Adam's and AccumAdam's epsilon."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum of SGD."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Weight decay; decoupled (AdamW) for Adam and AccumAdam."""
     accumulate: Count = 4
-    """AccumAdam's s: its moments move once every s steps."""
+    """AccumAdam's s: its moments are updated once every s steps."""
     betas_per: Literal["accumulation", "step"] = "step"
-    """AccumAdam's betas act once an accumulation (the paper), or keep their time constant in steps."""
-
+    """Apply AccumAdam's betas per accumulation (the paper), or keep their time constant in steps."""
     micro_batches: Count = 1
-    """Batches whose gradients are averaged before a step."""
+    """Batches whose gradients are averaged before each step."""
     clip: Annotated[float, Field(ge=0)] = 1.0
-    """Largest global gradient norm; 0: no clipping."""
+    """Largest global gradient norm; 0 disables clipping."""
     amp: bool = False
-    """bfloat16 in forward and backward; parameters and optimizer stay fp32."""
+    """Use bfloat16 in forward and backward; parameters and optimizer stay in fp32."""
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Decay of an exponential moving average of worker 0's parameters; 0: none."""
+    """Decay of an exponential moving average of worker 0's parameters; 0 disables it."""
 
-    ddp_bucket_mb: Annotated[float, Field(gt=0)] | None = None
-    """Size of DDP's buckets in MiB; None: torch's default, which is one bucket for a small model: no overlap."""
     combine: Literal["awc", "atc"] = "awc"
-    """Synchronous gossip: overlapped, or adapt then combine."""
+    """Synchronous gossip: overlap the exchange with the next step (awc), or adapt, then combine (atc)."""
     every: Count = 1
+    """Steps between two exchanges."""
     staleness: Whole = 0
+    """Steps that a worker may take without mixing while a late exchange is in flight (awc only)."""
     average_every: Whole = 0
+    """Steps between exact global averages of the parameters; 0 disables them."""
     exact_inside: bool = False
-    """Gradients are averaged exactly inside a node (DDP), parameters gossip between nodes."""
+    """Average gradients exactly inside each node (DDP) and gossip parameters between nodes."""
+    ddp_bucket_mb: Annotated[float, Field(gt=0)] | None = None
+    """Size of DDP's buckets in MiB. By default torch's, where a small model is one bucket: no overlap."""
 
     on_failure: Literal["raise", "continue"] = "raise"
-    """A worker that dies: the end of the run, or the others go on and the launcher replaces it."""
+    """When a worker dies: end the run, or continue without the worker and replace it."""
     max_replacements: Whole = 3
-    """How many workers are replaced in a run."""
+    """Largest number of dead workers that are replaced in a run, with --on-failure continue."""
+    soft_deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.5
+    """Seconds that a step waits for a late neighbor before it proceeds, with --on-failure continue."""
+    hard_deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
+    """Seconds of silence after which a worker counts as dead, with --on-failure continue."""
+    checkpoint_every: Whole = 0
+    """Steps between checkpoints; 0 saves only at the end and when the run is interrupted."""
+    save_final: bool = True
+    """Save a checkpoint at the end of the run."""
+    keep_last: Count = 3
+    """Number of checkpoints to keep, newest first."""
 
     eval_every: Whole | None = None
-    """Steps between evaluations; None: a fifth of all; 0: at the end only."""
-    checkpoint_every: Whole = 0
-    """Steps between checkpoints; 0: only when the run is interrupted. With on_failure 'continue' at evaluations too."""
-    keep_last: Count = 3
-    """How many of the newest checkpoints stay."""
-    batched: Literal["auto", "on", "off"] = "auto"
-    """Virtual workers' gradients in one vectorized pass: measured, always or never."""
-    threads: Count = 1
-    """Threads of a process with virtual workers: small models are fastest with one, and several runs side by side."""
+    """Steps between evaluations; 0 evaluates at the end only. By default a fifth of all steps."""
     trace: bool = False
-    """Record each worker's timeline."""
+    """Record a timeline of each worker."""
+    batched: Literal["auto", "on", "off"] = "auto"
+    """Compute the gradients of virtual workers in one vectorized pass; auto tries both and keeps the faster."""
+    threads: Count = 1
+    """Threads of a process with virtual workers; small models are fastest with one."""
     options: dict[str, Any] = {}
+    """The task's options, as a table [options]."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -91,27 +111,36 @@ class RunConfig(BaseModel):
         if self.on_failure == "continue":
             unfit = [name for name in ("virtual", "exact_inside", "ema") if getattr(self, name)]
             if unfit:
-                raise ValueError(f"on_failure 'continue' does not go with {' and '.join(unfit)}; leave out either")
+                raise ValueError(
+                    f"on_failure 'continue' cannot be combined with {' and '.join(unfit)}; leave out either"
+                )
+            if self.soft_deadline > self.hard_deadline:
+                raise ValueError(
+                    f"soft_deadline {self.soft_deadline:g} (proceed without a late neighbor) must not be longer than "
+                    f"hard_deadline {self.hard_deadline:g} (a silent worker is dead)"
+                )
         return self
 
     @property
     def workers(self) -> int:
+        """Number of workers."""
         return sum(self.per_node)
 
     @property
     def warmup_steps(self) -> int:
+        """Steps of linear warm-up."""
         return self.steps // 20 if self.warmup is None else self.warmup
 
     @property
     def eval_steps(self) -> int:
-        """Steps between evaluations; larger than the run when there is only the last one."""
+        """Steps between evaluations; more than the run has when only the final evaluation is wanted."""
         if self.eval_every is None:
             return max(1, self.steps // 5)
         return self.eval_every or self.steps + 1
 
 
 def make_config(values: Mapping[str, Any], where: str = "the configuration") -> RunConfig:
-    """Validate; the first thing that is wrong becomes one sentence."""
+    """Validate the values; raise `InputError` with one sentence about the first error."""
     try:
         return RunConfig.model_validate(dict(values))
     except ValidationError as error:
@@ -127,7 +156,7 @@ def make_config(values: Mapping[str, Any], where: str = "the configuration") -> 
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The values of a configuration file: `RunConfig`'s keys, and the task's in a table `[options]`."""
+    """Read a configuration file: `RunConfig`'s keys, and the task's keys in a table `[options]`."""
     path = Path(path)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))

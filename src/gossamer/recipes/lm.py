@@ -3,12 +3,11 @@
 import hashlib
 import math
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,26 +16,12 @@ from gossamer.recipes.data import prose
 from gossamer.recipes.data.shards import Indices, alpha_of, dirichlet_shards, picker
 from gossamer.recipes.data.subwords import Subwords
 from gossamer.recipes.models.gpt import GPT, SIZES
-from gossamer.recipes.task import Batches, TaskOptions, evaluating, seeded
+from gossamer.recipes.options import LmOptions
+from gossamer.recipes.task import Batches, evaluating, seeded
 
 _VALIDATION_SHARE = 0.1
 _SUBWORDS = 2000
 _SOURCES = 20
-
-
-class Options(TaskOptions):
-    batch: int = Field(8, ge=1)
-    """Windows of `context` tokens in the LOCAL batch."""
-    model: Literal["nano", "micro", "mini", "small"] = "nano"
-    """`small` is GPT-2 small (124 million parameters with its vocabulary), `mini` nanoGPT's little one."""
-    context: int = Field(64, ge=2)
-    """Tokens that the model sees at once."""
-    tokenizer: Literal["byte", "bpe"] = "byte"
-    """Bytes as they are, or subwords learned from the training text."""
-    vocabulary: int | None = Field(None, ge=1)
-    """Subwords for `bpe`; 2000 if the text allows."""
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    evaluate_on: int = Field(128, ge=1)
 
 
 class Batch(NamedTuple):
@@ -50,7 +35,7 @@ class LanguageModel:
     metric = "loss"
     higher_is_better = False
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: LmOptions) -> None:
         self.options = options
         self._alpha = alpha_of(options.partition)
         if options.tokenizer == "byte" and options.vocabulary is not None:
@@ -162,5 +147,5 @@ class LanguageModel:
         return Batch(torch.from_numpy(windows.astype(np.int64)))
 
 
-def make(options: Options) -> LanguageModel:
+def make(options: LmOptions) -> LanguageModel:
     return LanguageModel(options)

@@ -131,7 +131,7 @@ def train(
             crew.skip_meeting()
             continue
         last = progress.step >= config.steps
-        keep = due(config.checkpoint_every) or (last and config.checkpoint_every > 0)
+        keep = due(config.checkpoint_every) or (last and config.save_final)
         pause(last or due(config.eval_steps), keep, final=last)
     stop.done(config.steps)
     return progress

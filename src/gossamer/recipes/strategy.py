@@ -118,7 +118,13 @@ class GossipStrategy(Strategy):
         settings = gossip_settings(method, config)
         self.survives, self._batches = config.on_failure == "continue", config.micro_batches
         self.gossip = self.handle = gossamer.decentralize(
-            replica.forward, replica.optimizer, trace=trace, on_failure=config.on_failure, **settings
+            replica.forward,
+            replica.optimizer,
+            trace=trace,
+            on_failure=config.on_failure,
+            soft_deadline=config.soft_deadline,
+            hard_deadline=config.hard_deadline,
+            **settings,
         )
         self.joined = self.survives and bool(self.gossip.stats()["joined"])
         super().__init__([replica], [rank], config.workers)

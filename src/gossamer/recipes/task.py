@@ -3,33 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from gossamer import InputError
-
-TASKS = ("vision", "translate", "lm")
-
-
-class TaskOptions(BaseModel):
-    """What every task can be told; each task adds its own. Unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    data: Path | None = None
-    """The real data set; without it the task uses its embedded one, which needs no download."""
-    batch: int = Field(32, ge=1)
-    """Samples in the LOCAL batch: what one worker computes in one step."""
-    partition: str = "iid"
-    """Who gets which samples: `iid` or `dirichlet:ALPHA` (skewed; the smaller ALPHA, the more)."""
-    label_smoothing: float = Field(0.0, ge=0.0, lt=1.0)
-    """Share of the target's probability that is spread over all classes."""
-    evaluate_on: int = Field(512, ge=1)
-    """Samples that an evaluation during training looks at; the final one looks at all of them."""
+from gossamer.recipes.options import TaskOptions, options_type
 
 
 class Batches(Iterator[Any]):
@@ -87,11 +68,6 @@ class Task(Protocol):
         """Facts about data and model for the run's folder; JSON."""
 
 
-def options_type(name: str) -> type[TaskOptions]:
-    """The task's validated options: their fields are its flags and its keys in a configuration file."""
-    return _module(name).Options  # type: ignore[no-any-return]
-
-
 def make_task(name: str, options: TaskOptions | Mapping[str, Any] | None = None) -> Task:
     kind = options_type(name)
     if not isinstance(options, kind):
@@ -100,7 +76,7 @@ def make_task(name: str, options: TaskOptions | Mapping[str, Any] | None = None)
             options = kind(**values)
         except ValidationError as error:
             raise InputError(_sentence(name, kind, error)) from None
-    return _module(name).make(options)  # type: ignore[no-any-return]
+    return import_module(f"gossamer.recipes.{name}").make(options)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -124,12 +100,6 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
-
-
-def _module(name: str) -> Any:
-    if name not in TASKS:
-        raise InputError(f"unknown task {name!r}: choose one of {', '.join(TASKS)}")
-    return import_module(f"gossamer.recipes.{name}")
 
 
 def _sentence(name: str, kind: type[TaskOptions], error: ValidationError) -> str:

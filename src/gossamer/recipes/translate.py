@@ -1,8 +1,7 @@
 """Translation: the transformer on number words or on parallel files, judged by BLEU."""
 
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,37 +14,10 @@ from gossamer.recipes.data.subwords import BOS, EOS, PAD
 from gossamer.recipes.data.tokenbatches import Pairs, length, pad
 from gossamer.recipes.models.beam import beam_search
 from gossamer.recipes.models.transformer import SIZES, Decoding, Transformer
-from gossamer.recipes.task import Batches, TaskOptions, evaluating, seeded
+from gossamer.recipes.options import TranslateOptions
+from gossamer.recipes.task import Batches, evaluating, seeded
 
 _TOGETHER = 64
-
-
-class Options(TaskOptions):
-    batch: int = Field(512, ge=1)
-    """TOKENS in the LOCAL batch on either side, padding included: rows × longest sentence."""
-    src: str = "en"
-    """Language to translate from: the ending of the files."""
-    tgt: str = "de"
-    """Language to translate to."""
-    test: str | None = None
-    """Which `test*` files the final evaluation uses; the first by name if not said."""
-    model: Literal["tiny", "small", "base"] = "tiny"
-    """`base` is the paper's; `small` suits some 10,000 sentences, `tiny` the number words."""
-    norm: Literal["pre", "post"] = "pre"
-    """Layer normalization before each block, or after it as in the paper."""
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    """0.1 in the paper; small sets want 0.1 to 0.3."""
-    vocabulary: int | None = Field(None, ge=1)
-    """Subwords, shared by both languages; 4000 if the corpus allows, 320 for number words."""
-    max_length: int = Field(128, ge=2)
-    """Longer sentences are left out of training and cut in evaluation."""
-    beams: int = Field(4, ge=1)
-    """Hypotheses of the final evaluation's beam search; evaluations during training use one."""
-    length_penalty: float = Field(0.6, ge=0.0)
-    """Exponent of the beam search's length penalty."""
-    evaluate_on: int = Field(128, ge=1)
-    same_shape: bool = False
-    """Give all workers batches of one shape in a step, so that virtual workers can be computed together."""
 
 
 class Translate:
@@ -54,7 +26,7 @@ class Translate:
     metric = "bleu"
     higher_is_better = True
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: TranslateOptions) -> None:
         self.options = options
         alpha_of(options.partition)
         self._corpus: FileCorpus | NumberCorpus
@@ -166,7 +138,7 @@ class Translate:
         return total / tokens
 
 
-def make(options: Options) -> Translate:
+def make(options: TranslateOptions) -> Translate:
     return Translate(options)
 
 

@@ -1,11 +1,10 @@
 """Image classification: a residual network on digits, MNIST-like sets, CIFAR-10 or a folder of images."""
 
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,22 +12,8 @@ from gossamer import InputError
 from gossamer.recipes.data import images
 from gossamer.recipes.data.shards import Indices, alpha_of, dirichlet_shards, picker
 from gossamer.recipes.models.resnet import DEPTHS, ResNet
-from gossamer.recipes.task import Batches, TaskOptions, evaluating, seeded
-
-
-class Options(TaskOptions):
-    model: str = "resnet8"
-    """`resnetDEPTH`: 8, 14, 20, 26, 32, 38, 44, 56 (basic blocks) or 50 (bottlenecks)."""
-    width: int | None = Field(None, ge=1)
-    """Channels of the first stage; 16, or 64 for resnet50."""
-    norm: Literal["batch", "group"] = "batch"
-    """`group` does not mix samples: for skewed data and tiny local batches."""
-    crop: int = Field(0, ge=0)
-    """Pad by so many pixels and cut out at random; 4 is usual for CIFAR-10."""
-    flip: bool = False
-    """Mirror half of the training images."""
-    image_size: int | None = Field(None, ge=8)
-    """Resize the images of a folder to this height and width."""
+from gossamer.recipes.options import VisionOptions
+from gossamer.recipes.task import Batches, evaluating, seeded
 
 
 class Batch(NamedTuple):
@@ -42,7 +27,7 @@ class Vision:
     metric = "accuracy"
     higher_is_better = True
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: VisionOptions) -> None:
         self.options = options
         self._depth = _depth(options.model)
         self._alpha = alpha_of(options.partition)
@@ -145,7 +130,7 @@ class Vision:
         return pixels
 
 
-def make(options: Options) -> Vision:
+def make(options: VisionOptions) -> Vision:
     return Vision(options)
 
 
