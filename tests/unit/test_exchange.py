@@ -56,6 +56,65 @@ def test_the_mean_does_not_move(topology, wire, algorithm):
         assert drift < 1e-6, f"{per_node}: the mean moved by {drift:.1e}"
 
 
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+@pytest.mark.parametrize(
+    ("topology", "per_node"),
+    [
+        ("complete", [3]),
+        ("complete", [7]),
+        ("complete", [3, 3, 3]),
+        ("complete", [4, 3, 2]),
+        ("complete", [5, 3]),
+        ("aer", [3, 3]),
+        ("aer", [3, 2]),
+    ],
+    ids=str,
+)
+def test_the_mean_does_not_drift_while_workers_move(topology, per_node, wire):
+    """Group sizes that are not powers of two: 1/n is no floating-point number, so multiplying by it is biased.
+
+    Workers take steps whose sum over the workers is zero. Each coordinate's mean then does a small random walk; a bias
+    would move all coordinates the same way.
+    """
+    steps, elements = 400, 64
+    still = Still(per_node, elements, topology=topology, wire=wire)
+    with torch.no_grad():
+        for model, optimizer in zip(still.models, still.optimizers, strict=True):
+            model.x.add_(3.0)
+            optimizer.param_groups[0]["lr"] = 1.0
+    before = still.values().mean(axis=0)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        moves = torch.randint(-64, 65, (still.layout.n, elements), generator=generator) / 1024
+        for model, optimizer, move in zip(still.models, still.optimizers, moves - moves.roll(1, 0), strict=True):
+            model.x.grad = move
+            optimizer.step()
+    bias = float((still.values().mean(axis=0) / before - 1).mean())
+    assert abs(bias) < 4e-7, f"the mean moved by {bias:.1e} of its value in {steps} rounds"
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("algorithm", ["awc", "atc"])
+def test_exact_averages_travel_in_full_precision(wire, algorithm):
+    for per_node in ([4], [3, 3], [2, 2, 1]):
+        still = Still(per_node, topology="ring", wire=wire, algorithm=algorithm, average_every=4)
+        x = still.values()
+        for _ in range(5 if algorithm == "awc" else 4):
+            still.step()
+        assert still.gossips[0].stats()["exact_averages"] == 1
+        assert np.abs(still.values() - x.mean(axis=0)).max() < 1e-6 * np.abs(x).max(), per_node
+
+
+def test_averages_that_a_guard_asks_for_travel_in_full_precision():
+    """The guard's limit lies below the rounding of the wire: one exact average brings the distance below it."""
+    guard = gossamer.ConsensusGuard(max_ratio=1e-4, every=4)
+    still = Still([4], 256, topology="ring", wire="int8", guard=guard)
+    for _ in range(4):
+        still.step()
+    assert still.gossips[0].stats()["guard_averages"] == 1  # the third round, applied by the fourth step
+    assert still.cluster.consensus_distance() < 1e-5
+
+
 @pytest.mark.parametrize("topology", [e.name for e in entries()])
 def test_fp32_contracts_as_the_product_of_the_matrices(topology):
     for per_node in LAYOUTS:

@@ -25,13 +25,13 @@ def run_worker(worker, steps, x, out, mail):
             assert received[-1].shape == (p.stop - p.start,)
         if step.kind == "reduce":
             for o in step.own:
-                total = o.weight * value[o.start : o.stop]
+                total, count = o.weight * value[o.start : o.stop], o.weight
                 for p, got in zip(step.recvs, received, strict=True):
                     if (p.start, p.stop) == (o.start, o.stop):
-                        total = total + p.weight * got
-                mean[o.start, o.stop] = total
+                        total, count = total + p.weight * got, count + p.weight
+                mean[o.start, o.stop] = total / count
                 if not step.wired:
-                    out[worker, o.start : o.stop] = total
+                    out[worker, o.start : o.stop] = total / count
             continue
         if step.kind == "spread":
             for o in step.own:

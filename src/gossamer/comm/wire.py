@@ -99,14 +99,20 @@ class Int8(Wire):
             largest = part.abs().amax(dim=1).float()
             largest = torch.where(largest < SMALLEST, 0.0, largest)
             torch.mul(largest, 1 / 127, out=scale[blocks])
-            inverse = torch.where(largest > 0, 127 / largest, 0.0).to(part.dtype)
-            body[at].view(rows, -1).copy_((part * inverse[:, None]).round_().clamp_(-127, 127))
+            # 127 / largest in fp32, also for half precision parameters, where it would overflow below 2e-3
+            inverse = torch.where(largest > 0, 127 / largest, 0.0)[:, None]
+            scaled = torch.mul(part, inverse, out=part.new_empty(part.shape, dtype=_at_least_fp32(part.dtype)))
+            body[at].view(rows, -1).copy_(scaled.round_().clamp_(-127, 127))
 
     def decode(self, payload: Tensor, out: Tensor, start: int, elements: int) -> None:
         scale, body = self._fields(payload, elements)
         for rows, at, blocks in self._rows(start, out.numel()):
             part = out[at.start - start : at.stop - start].view(rows, -1)
-            part.copy_(body[at].view(rows, -1)).mul_(scale[blocks, None].to(part.dtype))
+            if part.dtype == torch.float32:
+                part.copy_(body[at].view(rows, -1)).mul_(scale[blocks, None])
+            else:
+                wide = body[at].view(rows, -1).to(_at_least_fp32(part.dtype))
+                part.copy_(wide.mul_(scale[blocks, None]))
 
     def _fields(self, payload: Tensor, elements: int) -> tuple[Tensor, Tensor]:
         split = 4 * -(-elements // self.block)
@@ -120,6 +126,10 @@ class Int8(Wire):
             yield whole, slice(start, middle), slice(first, first + whole)
         if start + elements > middle:
             yield 1, slice(middle, start + elements), slice(first + whole, first + whole + 1)
+
+
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 WIRES: dict[str, Wire] = {

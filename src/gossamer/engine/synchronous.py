@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gossamer.comm import Exchange, Job, Mixed, Scratch, arrived, clock, correction, exchange, inspected
+from gossamer.comm import Exchange, Job, Mixed, Plain, Scratch, arrived, clock, correction, exchange, inspected
 from gossamer.engine.lane import Lane
 from gossamer.errors import InputError
 
@@ -78,6 +78,9 @@ class SyncLane(Lane):
     def _post(self) -> None:
         """Launch the exchanges of round k: the topology's, or an exact average if the guard forced one."""
         self.jobs = []
+        # An exact average in a lossy format would leave the rounding as distance, whatever the guard asks for.
+        exact = self.forced or self.schedule.averages(self.k)
+        wire = Plain() if exact else self.wire
         for b, bucket in enumerate(self.buckets):
             source = bucket.x
             if self._sent is not None:
@@ -86,7 +89,7 @@ class SyncLane(Lane):
             program = self.schedule.program(self.k, b, self.rank, bucket.x.numel(), average=self.forced)
             if program:
                 act = exchange if self._sent is None else correction
-                make: Callable[[Scratch], Exchange] = partial(act, program, source, self._out[b], self.wire)
+                make: Callable[[Scratch], Exchange] = partial(act, program, source, self._out[b], wire)
                 if self.settings.max_jump is not None:
                     stale, refuse = self._sent is not None, self.meter.refuse
                     make = partial(inspected, make, source, self.settings.max_jump, refuse, stale)

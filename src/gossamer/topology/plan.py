@@ -41,7 +41,8 @@ class Piece(NamedTuple):
 class Step:
     """One batch of messages of one worker, and what happens to what arrives.
 
-    - `reduce`: for every range in `own`, out = own weight * value + sum of weight * received.
+    - `reduce`: for every range in `own`, out = (weight * value + sum of weight * received) / sum of weights. The
+      weights count workers: see Note [Why averages divide] in gossamer.comm.exchange.
     - `swap`:   out += weight * (received - value), both sides using the value as it was sent.
     - `spread`: after a wired reduce: out += received - (own value as it was sent); keeps the mean for any wire.
     - `gather`: out = received.
@@ -152,15 +153,14 @@ def _uniform(parts: list[tuple[int, ...]], worker: int, size: int, *, slow: bool
     mine = shard(size, len(part), part.index(worker))
     if len(part) > 1:
         others = [(w, shard(size, len(part), place)) for place, w in enumerate(part) if w != worker]
-        each = 1.0 / len(part)
         steps.append(
             Step(
                 "reduce",
                 "x",
                 False,
                 sends=_pieces((w, lo, hi) for w, (lo, hi) in others),
-                recvs=_pieces((w, *mine, each) for w, _ in others),
-                own=_pieces([(worker, *mine, each)]),
+                recvs=_pieces((w, *mine, 1.0) for w, _ in others),
+                own=_pieces([(worker, *mine, 1.0)]),
             )
         )
     source: Literal["x", "out"] = "out" if steps else "x"
@@ -174,7 +174,7 @@ def _uniform(parts: list[tuple[int, ...]], worker: int, size: int, *, slow: bool
         pieces = _pieces(swaps)
         steps.append(Step("swap", source, True, pieces, pieces))
     elif len(parts) > 2:
-        steps += _across(parts, worker, size, total, mine, source)
+        steps += _across(parts, worker, size, mine, source)
     if len(part) > 1:
         steps.append(
             Step(
@@ -192,7 +192,6 @@ def _across(
     parts: list[tuple[int, ...]],
     worker: int,
     size: int,
-    total: int,
     mine: tuple[int, int],
     source: Literal["x", "out"],
 ) -> list[Step]:
@@ -205,13 +204,13 @@ def _across(
         owners = [_owner(p, size, start) for p in parts]
         rank = owners.index(worker)
         lo, hi = (start + e for e in shard(stop - start, len(parts), rank))
-        own.append((worker, lo, hi, len(parts[rank]) / total))
+        own.append((worker, lo, hi, float(len(parts[rank]))))
         for a, w in enumerate(owners):
             if w == worker:
                 continue
             their = [start + e for e in shard(stop - start, len(parts), a)]
             sends.append((w, *their))
-            recvs.append((w, lo, hi, len(parts[a]) / total))
+            recvs.append((w, lo, hi, float(len(parts[a]))))
             back_sends.append((w, lo, hi))
             back_recvs.append((w, *their))
     return [
