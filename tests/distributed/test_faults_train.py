@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from gossamer import Checkpoints, GossamerError
 from gossamer.checkpoint.files import read_manifest
 from gossamer.cli import main
 from gossamer.jobs.elastic import _watch_over
-from gossamer.lab.workers.faults import Worker, Workforce
+from gossamer.lab import WorkerPool
 from gossamer.recipes.config import make_config
 
 TRAIN = "train vision --workers 3 --per-node 3 --method dadam:aer --on-failure continue --json"
@@ -23,13 +24,13 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def kill_after(force: Workforce, folder: Path, rank: int, steps: int) -> None:
+def kill_after(pool: WorkerPool, folder: Path, rank: int, steps: int) -> None:
     """kill -9, once the worker has done so many steps."""
     path = folder / f"metrics-{rank:05d}.jsonl"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if path.exists() and len(rows(path)) >= steps:
-            worker = force.current(rank)
+            worker = pool.current(rank)
             assert worker is not None
             os.kill(worker.pid, signal.SIGKILL)
             return
@@ -40,7 +41,7 @@ def kill_after(force: Workforce, folder: Path, rank: int, steps: int) -> None:
 def kills(monkeypatch):
     """Have workers killed: append (folder, rank, steps) before the command is called."""
     wanted = []
-    start = Workforce.start
+    start = WorkerPool.start
 
     def watched(self, rank, fn, *args, **kwargs):
         worker = start(self, rank, fn, *args, **kwargs)
@@ -49,7 +50,7 @@ def kills(monkeypatch):
                 threading.Thread(target=kill_after, args=(self, folder, victim, steps), daemon=True).start()
         return worker
 
-    monkeypatch.setattr(Workforce, "start", watched)
+    monkeypatch.setattr(WorkerPool, "start", watched)
     return wanted
 
 
@@ -112,7 +113,7 @@ def test_a_run_that_lost_a_worker_is_saved_and_resumed(tmp_path, kills, capsys):
 
 
 def test_a_worker_that_dies_before_the_job_begins_and_is_not_replaced_ends_the_run(tmp_path, monkeypatch, capsys):
-    start = Workforce.start
+    start = WorkerPool.start
 
     def killed(self, rank, fn, *args, **kwargs):
         worker = start(self, rank, fn, *args, **kwargs)
@@ -120,7 +121,7 @@ def test_a_worker_that_dies_before_the_job_begins_and_is_not_replaced_ends_the_r
             self.kill(1)
         return worker
 
-    monkeypatch.setattr(Workforce, "start", killed)
+    monkeypatch.setattr(WorkerPool, "start", killed)
     folder = str(tmp_path / "run")
     assert main([*TRAIN.split(), "--steps", "20", "--max-replacements", "0", "--out", folder]) == 2
     assert "before the job had begun" in capsys.readouterr().err
@@ -141,8 +142,8 @@ def test_what_does_not_go_together_is_told(words, sentence, tmp_path, capsys):
     assert error.count("\n") == 1
 
 
-class Force:
-    """A workforce whose workers end as they are told to."""
+class Endings:
+    """A pool whose workers end as listed."""
 
     def __init__(self, *endings):
         self.endings, self.started = list(endings), []
@@ -160,35 +161,35 @@ class Force:
 
 def ended(rank, **outcome):
     value = {"step": 20, "stopped": False, "unsaved": "", **outcome}
-    return Worker(rank, 0, 0, 0.0, None, ending="returned", value=value)
+    return SimpleNamespace(rank=rank, generation=0, ending="returned", value=value)
 
 
-def watched(tmp_path, force, resume=False):
+def watched(tmp_path, pool, resume=False):
     told = []
     config = make_config({"task": "vision", "method": "dadam:aer", "per_node": (2,), "on_failure": "continue"})
-    return _watch_over(force, config, tmp_path, resume, told.append), told
+    return _watch_over(pool, config, tmp_path, resume, told.append), told
 
 
 def test_the_outcome_is_that_of_whoever_evaluated_last(tmp_path):
-    outcome, told = watched(tmp_path, Force(ended(0, averaged=1), ended(2), ended(1, averaged=2, final=True)))
+    outcome, told = watched(tmp_path, Endings(ended(0, averaged=1), ended(2), ended(1, averaged=2, final=True)))
     assert (outcome["averaged"], outcome["unsaved"], told) == (2, "", [])
 
 
 def test_a_last_checkpoint_that_is_not_there_is_told(tmp_path):
     lost = "the checkpoint of step 20 could not be written"
-    outcome, told = watched(tmp_path, Force(ended(0), ended(1, unsaved=lost)))
+    outcome, told = watched(tmp_path, Endings(ended(0), ended(1, unsaved=lost)))
     assert (outcome["unsaved"], told) == (lost, [lost])
     with pytest.raises(GossamerError, match=lost):
-        watched(tmp_path, Force(ended(0, stopped=True, unsaved=lost)))
+        watched(tmp_path, Endings(ended(0, stopped=True, unsaved=lost)))
     for step in (20, 21):
         (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
         (tmp_path / "checkpoints" / f"step-{step:08d}" / "manifest.json").touch()
-        assert watched(tmp_path, Force(ended(0, stopped=True, unsaved=lost)))[1] == [], "the others have written it"
+        assert watched(tmp_path, Endings(ended(0, stopped=True, unsaved=lost)))[1] == [], "the others have written it"
 
 
 def test_a_replacement_resumes_if_the_job_was_not_begun(tmp_path):
-    dead = Worker(1, 0, 0, 0.0, None, ending="died", why="killed")
+    dead = SimpleNamespace(rank=1, generation=0, ending="died", why="killed", error=None)
     for resume in (True, False):
-        force = Force(dead, ended(0))
-        watched(tmp_path, force, resume)
-        assert force.started == [(0, resume), (1, resume), (1, resume)]
+        pool = Endings(dead, ended(0))
+        watched(tmp_path, pool, resume)
+        assert pool.started == [(0, resume), (1, resume), (1, resume)]

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from gossamer import InputError
-from gossamer.lab import Cluster, LabUnavailable, why_unavailable
-from gossamer.lab.workers.faults import Workforce
+from gossamer.lab import Cluster, LabUnavailable, WorkerPool, why_unavailable
 
 needs_namespaces = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
@@ -65,10 +64,10 @@ def grows(path: Path, seconds: float = 20.0) -> bool:
     return False
 
 
-def ends(force: Workforce, rank: int):
+def ends(pool: WorkerPool, rank: int):
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        for worker in force.poll(0.2):
+        for worker in pool.poll(0.2):
             if worker.rank == rank:
                 return worker
     raise AssertionError(f"worker {rank} did not end")
@@ -76,81 +75,81 @@ def ends(force: Workforce, rank: int):
 
 def test_a_death_leaves_the_others_alone_and_a_replacement_takes_the_place(tmp_path):
     files = [tmp_path / str(rank) for rank in range(2)]
-    with Workforce(2) as force:
+    with WorkerPool(2) as pool:
         for rank in range(2):
-            force.start(rank, count, str(files[rank]))
+            pool.start(rank, count, str(files[rank]))
         assert grows(files[0])
         assert grows(files[1])
-        with pytest.raises(InputError, match="place of rank 0 is taken"):
-            force.start(0, count, str(files[0]))
-        force.kill(0)
-        dead = ends(force, 0)
+        with pytest.raises(InputError, match="rank 0 is taken"):
+            pool.start(0, count, str(files[0]))
+        pool.kill(0)
+        dead = ends(pool, 0)
         assert (dead.ending, dead.why, dead.killed, dead.generation) == ("died", "killed by SIGKILL", True, 0)
         assert grows(files[1])
-        assert force.start(0, count, str(files[0])).generation == 1
+        assert pool.start(0, count, str(files[0])).generation == 1
         assert grows(files[0])
         (tmp_path / "1.end").touch()
-        told = ends(force, 1)
+        told = ends(pool, 1)
         assert (told.ending, told.value) == ("returned", "1 was told")
-        pids = [w.pid for w in force.workers]
+        pids = [dead.pid, *pool.pids]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_a_stopped_worker_stands_still_until_it_is_resumed(tmp_path):
     path = tmp_path / "0"
-    with Workforce(1) as force:
-        worker = force.start(0, count, str(path))
+    with WorkerPool(1) as pool:
+        worker = pool.start(0, count, str(path))
         assert grows(path)
-        force.stop(0)
+        pool.stop(0)
         for _ in range(100):
             if Path(f"/proc/{worker.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T":
                 break
             time.sleep(0.05)
         assert not grows(path, 0.5)
-        force.resume(0)
+        pool.resume(0)
         assert grows(path)
 
 
 def test_a_worker_that_raises_or_is_killed_from_outside_is_told_apart():
-    with Workforce(2) as force:
-        force.start(0, fail)
-        raised = ends(force, 0)
+    with WorkerPool(2) as pool:
+        pool.start(0, fail)
+        raised = ends(pool, 0)
         assert raised.ending == "raised"
         assert "ValueError: no luck on 0" in raised.why
-        worker = force.start(1, time.sleep)
+        worker = pool.start(1, time.sleep)
         os.kill(worker.pid, signal.SIGTERM)
         assert not worker.killed
         with pytest.raises(InputError, match="ranks are 0 to 1, got 2"):
-            force.start(2, fail)
+            pool.start(2, fail)
 
 
 def test_descriptors_do_not_pile_up():
-    with Workforce(1) as force:
-        force.start(0, fail)
-        ends(force, 0)
+    with WorkerPool(1) as pool:
+        pool.start(0, fail)
+        ends(pool, 0)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        with Workforce(1) as force:
-            force.start(0, fail)
-            force.kill(0)
-            ends(force, 0)
+        with WorkerPool(1) as pool:
+            pool.start(0, fail)
+            pool.kill(0)
+            ends(pool, 0)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_workers_share_a_token_that_nobody_else_knows(monkeypatch):
     monkeypatch.delenv("GOSSAMER_TOKEN", raising=False)
-    forces = [Workforce(2), Workforce(2)]
-    tokens = [{spec.env["GOSSAMER_TOKEN"] for spec in force.specs} for force in forces]
+    pools = [WorkerPool(2), WorkerPool(2)]
+    tokens = [{spec.env["GOSSAMER_TOKEN"] for spec in pool.specs} for pool in pools]
     assert [len(token) for token in tokens] == [1, 1]  # the same for all, also for replacements
     assert tokens[0] != tokens[1]
-    assert Workforce(1, env={"GOSSAMER_TOKEN": "given"}).specs[0].env["GOSSAMER_TOKEN"] == "given"
+    assert WorkerPool(1, env={"GOSSAMER_TOKEN": "given"}).specs[0].env["GOSSAMER_TOKEN"] == "given"
     monkeypatch.setenv("GOSSAMER_TOKEN", "ours")
-    assert "GOSSAMER_TOKEN" not in Workforce(1).specs[0].env  # inherited
+    assert "GOSSAMER_TOKEN" not in WorkerPool(1).specs[0].env  # inherited
 
 
 def test_the_directory_listens_on_loopback_only_if_the_workers_are_there():
-    with Cluster(nodes=1, per_node=1, network="loopback") as cluster, cluster.directory() as directory:
-        name, port = directory.address.split(":")
+    with Cluster(nodes=1, per_node=1, network="loopback") as cluster, cluster.directory() as address:
+        name, port = address.split(":")
         tables = [Path(f"/proc/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
         places = [line.split()[1] for lines in tables for line in lines if line.split()[3] == "0A"]  # listening
     assert name == "127.0.0.1"
@@ -167,11 +166,11 @@ def test_links_on_loopback_cannot_be_cut():
 @pytest.mark.parametrize("silently", [False, True])
 def test_nothing_passes_a_cut_and_everything_after_it(tmp_path, silently):
     path, heard = tmp_path / "said", tmp_path / "heard"
-    with Cluster(2, 1, link="50mbit", check=False) as cluster, cluster.workforce() as force:
+    with Cluster(2, 1, link="50mbit", check=False) as cluster, cluster.pool() as pool:
         with pytest.raises(InputError, match="nodes are 0 to 1, got 2"):
             cluster.cut(2)
-        force.start(0, listen, str(heard))
-        force.start(1, talk, "10.77.0.1", str(path))
+        pool.start(0, listen, str(heard))
+        pool.start(1, talk, "10.77.0.1", str(path))
         assert grows(heard)
         cluster.cut(1, silently=silently)
         time.sleep(0.3)  # what had passed the link may still be on its way into the file
@@ -181,6 +180,6 @@ def test_nothing_passes_a_cut_and_everything_after_it(tmp_path, silently):
         cluster.slow(1, "1mbit")
         cluster.slow(1, None)
         (tmp_path / "said.end").touch()
-        listener = ends(force, 0)
+        listener = ends(pool, 0)
         assert listener.ending == "returned"
         assert listener.value == [str(k) for k in range(int(path.read_text()))]

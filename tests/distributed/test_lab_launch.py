@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from gossamer import InputError
 from gossamer.lab import WorkerFailed, WorkerPool, WorkerTimeout, run_workers
-from gossamer.lab.workers.server import fork_server
 
 
 def environment(rank: int, *names: str) -> list[str]:
@@ -81,6 +80,10 @@ def reject(rank: int) -> None:
 
 def pid(rank: int) -> int:
     return os.getpid()
+
+
+def parent(rank: int) -> int:
+    return os.getppid()
 
 
 def grandchild(rank: int) -> int:
@@ -255,23 +258,58 @@ def test_verbose_prefixes_the_rank(capfd):
 def test_fork_server_death_is_an_error_and_not_the_end():
     with WorkerPool(1) as pool:
         (child,) = pool.run(pid)
-        server = fork_server().process
-        server.kill()
-        server.wait()
+        os.kill(pool.run(parent)[0], signal.SIGKILL)
         assert gone(child)  # the kernel ends workers with their server
         with pytest.raises(WorkerFailed, match="worker 0 of 1 failed"):
             pool.run(pid)
         assert pool.run(pid) != [child]
 
 
+def run_script(path: Path, text: str) -> subprocess.CompletedProcess[str]:
+    path.write_text(textwrap.dedent(text))
+    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
+
+
+def test_a_pool_that_was_not_closed_ends_with_its_process(tmp_path):
+    text = """
+        import os, signal, subprocess
+        from gossamer.lab import WorkerPool
+        def pids(rank):
+            return [os.getpid(), subprocess.Popen(["sleep", "600"]).pid]
+        if __name__ == "__main__":
+            pool = WorkerPool(1)
+            print(*pool.run(pids)[0])
+            pool.stop(0)
+    """
+    done = run_script(tmp_path / "script.py", text)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.split()) == 2
+    assert all(gone(int(pid)) for pid in done.stdout.split())
+
+
+def test_a_script_without_a_main_guard_is_an_error_that_says_so(tmp_path):
+    text = """
+        from gossamer.lab import run_workers
+        def rank(rank):
+            return rank
+        run_workers(1, rank)
+    """
+    done = run_script(tmp_path / "script.py", text)
+    assert done.returncode == 1
+    assert 'a script must start workers below `if __name__ == "__main__":`' in done.stderr
+
+
 def test_workers_die_with_a_killed_launcher_and_functions_may_live_in_a_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
-        import os, time
+        import os, signal, subprocess, time
         from gossamer.lab import run_workers
         def sleep(rank, folder):
-            open(os.path.join(folder, str(os.getpid())), "w").close()
+            for pid in os.getpid(), subprocess.Popen(["sleep", "600"]).pid:
+                open(os.path.join(folder, str(pid)), "w").close()
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(600)
         if __name__ == "__main__":
             run_workers(2, sleep, os.path.dirname(__file__), timeout=600)
@@ -279,7 +317,7 @@ def test_workers_die_with_a_killed_launcher_and_functions_may_live_in_a_script(t
     )
     launcher = subprocess.Popen([sys.executable, str(script)])
     try:
-        while len(pids := [int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()]) < 2:
+        while len(pids := [int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()]) < 4:
             assert launcher.poll() is None
             time.sleep(0.05)
     finally:

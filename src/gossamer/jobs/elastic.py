@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gossamer.errors import GossamerError, InputError
 
 if TYPE_CHECKING:
-    from gossamer.lab import Cluster
-    from gossamer.lab.workers.faults import Worker, Workforce
+    from gossamer.lab import Cluster, Worker, WorkerPool
     from gossamer.recipes.config import RunConfig
     from gossamer.recipes.loop import Row
 
@@ -52,12 +51,12 @@ def run_elastic(
     sweep(folder / "checkpoints")  # nobody is writing yet
     try:
         with (
-            lab.directory() as directory,
-            lab.workforce(env={"GOSSAMER_DIRECTORY": directory.address}) as force,
+            lab.directory() as address,
+            lab.pool(env={"GOSSAMER_DIRECTORY": address}) as pool,
             _following_all(folder, config.workers, watch),
             interrupts(lambda: stop.request(folder)),
         ):
-            return _watch_over(force, config, folder, resume, tell)
+            return _watch_over(pool, config, folder, resume, tell)
     finally:
         stop.clear(folder)
 
@@ -85,18 +84,18 @@ def _following_all(folder: Path, workers: int, watch: Callable[[Row], None]) -> 
 
 
 def _watch_over(
-    force: Workforce, config: RunConfig, folder: Path, resume: bool, tell: Callable[[str], None]
+    pool: WorkerPool, config: RunConfig, folder: Path, resume: bool, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     from gossamer.lab import WorkerFailed
     from gossamer.recipes.loop import Diverged
 
     for rank in range(config.workers):
-        force.start(rank, work, str(folder), resume)
+        pool.start(rank, work, str(folder), resume)
     began = time.time()
     deaths: list[dict[str, Any]] = []
     outcomes: dict[int, dict[str, Any]] = {}
-    while force.running:
-        for worker in force.poll(0.5):
+    while pool.running:
+        for worker in pool.poll(0.5):
             if worker.ending == "returned":
                 outcomes[worker.rank] = worker.value
                 continue
@@ -111,9 +110,9 @@ def _watch_over(
                     f"worker {worker.rank} is gone before the job had begun, and is not replaced: {worker.why}",
                     worker.rank,
                 )
-            then = _next(force, config, folder, resume, worker, len(deaths), outcomes)
+            then = _next(pool, config, folder, resume, worker, len(deaths), outcomes)
             tell(f"worker {worker.rank} is gone ({why}); {then}")
-            if not force.running and not outcomes:
+            if not pool.running and not outcomes:
                 raise WorkerFailed(f"the last worker is gone, worker {worker.rank}: {worker.why}", worker.rank)
     first = min(outcomes, key=lambda rank: (not outcomes[rank].get("final"), "averaged" not in outcomes[rank], rank))
     outcome = {**outcomes[first], "deaths": deaths, "unsaved": _unsaved(outcomes, folder)}
@@ -139,7 +138,7 @@ def _begun(folder: Path, since: float) -> bool:
 
 
 def _next(
-    force: Workforce,
+    pool: WorkerPool,
     config: RunConfig,
     folder: Path,
     resume: bool,
@@ -150,7 +149,7 @@ def _next(
     """Replace a dead worker if that makes sense; what was done."""
     if count > config.max_replacements:
         return f"the others go on without it: {config.max_replacements} were replaced already (--max-replacements)"
-    if outcomes or not force.running:
+    if outcomes or not pool.running:
         return "the run ends without it"
-    force.start(dead.rank, work, str(folder), resume)  # it loads only if the job has not begun
+    pool.start(dead.rank, work, str(folder), resume)  # it loads only if the job has not begun
     return f"replaced ({count} of at most {config.max_replacements})"

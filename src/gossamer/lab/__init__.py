@@ -4,14 +4,14 @@ from gossamer.lab.cluster import Cluster
 from gossamer.lab.cpu import CpuMeter, RunStats
 from gossamer.lab.namespaces import LabUnavailable, clean_up, why_unavailable
 from gossamer.lab.shaping import format_rate, parse_rate
-from gossamer.lab.workers.launch import WorkerFailed, WorkerPool, WorkerTimeout, run_workers
-from gossamer.lab.workers.server import warm_up
+from gossamer.lab.workers import Worker, WorkerFailed, WorkerPool, WorkerTimeout, run_workers, warm_up
 
 __all__ = [
     "Cluster",
     "CpuMeter",
     "LabUnavailable",
     "RunStats",
+    "Worker",
     "WorkerFailed",
     "WorkerPool",
     "WorkerTimeout",

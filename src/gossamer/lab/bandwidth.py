@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from gossamer.lab.namespaces import enter_namespace
 from gossamer.lab.shaping import address, burst
-from gossamer.lab.workers.forkserver import enter_namespace
 
 T = TypeVar("T")
 Way = tuple[int, int]  # from a node to a node

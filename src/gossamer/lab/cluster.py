@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -13,8 +14,8 @@ from gossamer.lab.bandwidth import Way, batches, measure
 from gossamer.lab.cpu import RunStats
 from gossamer.lab.namespaces import BRIDGE, DEVICE, LabUnavailable, Namespaces, clean_up, why_unavailable
 from gossamer.lab.shaping import HUB_ADDRESS, Links, address, format_rate, parse_rate
-from gossamer.lab.workers.faults import Directory, Workforce
-from gossamer.lab.workers.launch import Node, WorkerPool, check_per_node
+from gossamer.lab.workers.placement import Node, check_per_node
+from gossamer.lab.workers.pool import WorkerPool
 
 Network = Literal["namespaces", "paced", "loopback"]
 PACE = "GOSSAMER_PACE"  # how a paced cluster tells its workers' transport the rates
@@ -112,14 +113,19 @@ class Cluster:
                 self._namespaces = None
 
     def pool(
-        self, *, timeout: float = 60.0, grace: float = 2.0, setup: Callable[[int], Any] | None = None
+        self,
+        *,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 60.0,
+        grace: float = 2.0,
+        setup: Callable[[int], Any] | None = None,
     ) -> WorkerPool:
-        """Persistent workers on this cluster; they end with it at the latest."""
+        """A pool of workers on this cluster, which end with the cluster at the latest."""
         self._need_up()
         pool = WorkerPool(
             per_node=self.per_node,
             nodes=self._nodes(),
-            env=self._worker_env(),
+            env={**self._worker_env(), **(env or {})},
             setup=setup,
             timeout=timeout,
             grace=grace,
@@ -136,18 +142,16 @@ class Cluster:
         self._pools.remove(pool)
         return results
 
-    def workforce(self, *, env: Mapping[str, str] | None = None) -> Workforce:
-        """Workers on this cluster that live and die on their own; close it before the cluster."""
-        self._need_up()
-        nodes = self._nodes()
-        return Workforce(per_node=self.per_node, nodes=nodes, env={**self._worker_env(), **(env or {})})
+    @contextlib.contextmanager
+    def directory(self) -> Iterator[str]:
+        """Host the directory of an elastic job in its own process; yields the value for GOSSAMER_DIRECTORY.
 
-    def directory(self) -> Directory:
-        """A directory for workers that survive each other, in a process of its own that all nodes reach."""
+        All nodes reach the process. Without the directory no worker can join.
+        """
         self._need_up()
-        if self._namespaces is None:
-            return Directory(Node())
-        return Directory(Node(HUB_ADDRESS, BRIDGE, self._namespaces.hub))
+        node = Node() if self._namespaces is None else Node(HUB_ADDRESS, BRIDGE, self._namespaces.hub)
+        with WorkerPool(1, nodes=[node]) as pool:
+            yield f"{node.address}:{pool.run(_host_directory, node.address)[0]}"
 
     def cut(self, node: int, *, silently: bool = False) -> None:
         """Cut a node off: its link is down, or (silently) its packets get lost. Traffic inside the node goes on."""
@@ -237,6 +241,17 @@ class Cluster:
                     GossamerWarning,
                     stacklevel=3,
                 )
+
+
+def _host_directory(rank: int, address: str) -> int:
+    """Host a directory at `address` for as long as this process lives; return its port."""
+    from gossamer.comm.tcp import directory
+
+    _kept.append(directory.host(address=address))
+    return int(_kept[-1].port)
+
+
+_kept: list[Any] = []
 
 
 def _check_nodes(nodes: int | None, per_node: int | Sequence[int] | None) -> tuple[int, ...]:

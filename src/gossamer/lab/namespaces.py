@@ -7,6 +7,7 @@ a namespace of its own: the host's network is never touched.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import os
@@ -25,6 +26,7 @@ DEVICE = "lab0"  # the interface of a node, the same name in each namespace
 BRIDGE = "br0"  # what joins them, in a namespace of its own with an address of its own
 DISABLED, FORWARDING = 0, 3  # states of a bridge's port: a disabled one drops what arrives, and nobody is told
 NETNS = Path("/var/run/netns")
+CLONE_NEWNET = 0x40000000
 _serial = itertools.count()
 
 
@@ -74,6 +76,18 @@ def clean_up() -> list[str]:
     names = leftovers()
     remove(names)
     return names
+
+
+def enter_namespace(name: str) -> None:
+    """Move the calling thread into a network namespace (`os.setns` needs Python 3.12)."""
+    descriptor = os.open(NETNS / name, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(descriptor, CLONE_NEWNET) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"cannot enter network namespace {name}: {os.strerror(number)}")
+    finally:
+        os.close(descriptor)
 
 
 class Namespaces:

@@ -29,7 +29,7 @@ from gossamer.lab.bench.stats import (
 from gossamer.lab.bench.worker import Task, work
 from gossamer.lab.cluster import Cluster
 from gossamer.lab.cpu import usable_cores
-from gossamer.lab.workers.launch import WorkerFailed, WorkerPool
+from gossamer.lab.workers import WorkerFailed, WorkerPool
 from gossamer.predict.compute import Table
 from gossamer.predict.methods import Method
 from gossamer.trace import Span, Trace, merge

@@ -13,7 +13,7 @@ from gossamer.lab.chaos.plan import SLOW_LINK, SLOWER, Fault
 from gossamer.lab.chaos.worker import Job
 from gossamer.lab.cluster import Cluster
 from gossamer.lab.cpu import CpuMeter
-from gossamer.lab.workers.faults import Worker, Workforce
+from gossamer.lab.workers import Worker, WorkerPool
 
 HANG = 20.0  # seconds without a step, beyond compute and faults of one's own, that count as hanging
 LEAVING = 25.0  # seconds to return after the end of the run
@@ -54,9 +54,9 @@ class Ran:
 
 class _Run:
     def __init__(
-        self, cluster: Cluster, force: Workforce, job: Job, fn: Callable[..., Any], watch: Watch, replace: bool
+        self, cluster: Cluster, pool: WorkerPool, job: Job, fn: Callable[..., Any], watch: Watch, replace: bool
     ) -> None:
-        self.cluster, self.force, self.job, self.fn, self.watch, self.replace = cluster, force, job, fn, watch, replace
+        self.cluster, self.pool, self.job, self.fn, self.watch, self.replace = cluster, pool, job, fn, watch, replace
         self.reader = Reader(Path(job.folder))
         self.ran = Ran(time.monotonic(), job.seconds)
         self.suffering: dict[int, int] = {}  # rank -> faults that hold it now
@@ -75,9 +75,9 @@ class _Run:
                 beside.write_text(repr(self.ran.begin))
                 beside.replace(self.job.start_signal)
                 return
-        for worker in list(self.force.running):
+        for worker in list(self.pool.running):
             self.hangs(worker, f"made no first step within {self.job.timeout:g} s")
-            self.force.kill(worker.rank)
+            self.pool.kill(worker.rank)
         self.ran.seconds = 0.0  # there is nothing to go on with
 
     def carry_out(self, plan: Sequence[Fault]) -> None:
@@ -102,7 +102,7 @@ class _Run:
                 self.reader.update()
                 self.look_for_hangs(now)
                 self.watch(now - self.ran.begin, "", self.reader.ordered())
-            if not self.replace and not self.force.running:
+            if not self.replace and not self.pool.running:
                 return
 
     def begin(self, fault: Fault) -> None:
@@ -119,9 +119,9 @@ class _Run:
             self.cluster.slow(fault.node, (rate or 1e9) * SLOW_LINK)
         for rank in fault.victims:
             if fault.kind == "kill":
-                self.force.kill(rank)
+                self.pool.kill(rank)
             elif fault.kind == "stop":
-                self.force.stop(rank)
+                self.pool.stop(rank)
             elif fault.kind == "join":
                 self.job.wish(rank, "leave").touch()
             elif fault.kind == "slow" and fault.how == "compute":
@@ -138,7 +138,7 @@ class _Run:
             if fault.kind in ("kill", "join"):
                 self.put(rank)
             elif fault.kind == "stop":
-                self.force.resume(rank)
+                self.pool.resume(rank)
             elif fault.kind == "slow":
                 self.job.wish(rank, "slow").unlink(missing_ok=True)
         now = time.monotonic()
@@ -150,22 +150,22 @@ class _Run:
 
     def put(self, rank: int) -> None:
         """A process into a rank's place, if that is free and the launcher replaces the dead."""
-        before = self.force.current(rank)
+        before = self.pool.current(rank)
         if before is not None and before.running:
             deadline = time.monotonic() + LEAVING
             while before.running and time.monotonic() < deadline:
                 self.note_ends()  # it may just be leaving; others may end meanwhile
             if before.running:
                 self.hangs(before, "did not leave when it was told to")
-                self.force.kill(rank)
+                self.pool.kill(rank)
                 while before.running:
                     self.note_ends()
         self.job.wish(rank, "leave").unlink(missing_ok=True)  # now that nobody is there to whom it was said
         if self.replace:
-            self.force.start(rank, self.fn, self.job, 0 if before is None else before.generation + 1)
+            self.pool.start(rank, self.fn, self.job, 0 if before is None else before.generation + 1)
 
     def note_ends(self) -> None:
-        for worker in self.force.poll(POLL):
+        for worker in self.pool.poll(POLL):
             told = worker.killed or self.job.wish(worker.rank, "leave").exists()
             if told or (worker.ending == "returned" and time.monotonic() >= self.ran.end):
                 continue
@@ -183,7 +183,7 @@ class _Run:
 
     def look_for_hangs(self, now: float) -> None:
         hung = {(h["worker"], h["generation"]) for h in self.ran.hung}
-        for worker in self.force.running:
+        for worker in self.pool.running:
             if self.suffering.get(worker.rank) or (worker.rank, worker.generation) in hung:
                 continue
             life = self.reader.lives.get((worker.rank, worker.generation))
@@ -198,21 +198,21 @@ class _Run:
                 "generation": worker.generation,
                 "at": time.monotonic() - self.ran.begin,
                 "why": why,
-                "stack": self.force.stack(worker.rank),
+                "stack": self.pool.stack(worker.rank),
             }
         )
 
     def finish(self) -> Ran:
         """Wait for all to return; who does not hangs."""
         deadline = self.ran.end + LEAVING
-        while self.force.running and time.monotonic() < deadline:
+        while self.pool.running and time.monotonic() < deadline:
             self.note_ends()
-        for worker in list(self.force.running):
+        for worker in list(self.pool.running):
             self.hangs(worker, f"did not return within {LEAVING:g} s of the end of the run")
-            self.force.kill(worker.rank)
-        self.ran.orphans = len(self.force.wait_gone(10.0))
+            self.pool.kill(worker.rank)
+        self.ran.orphans = len(self.pool.wait_gone(10.0))
         for rank in range(self.cluster.n):
-            last = self.force.current(rank)
+            last = self.pool.current(rank)
             if last is not None and last.ending == "returned":
                 self.ran.values[rank] = last.value
         self.reader.update()
@@ -235,10 +235,10 @@ def carry_out(
     With `replace`, killed workers are replaced when their fault is over, and those that end of themselves soon after;
     without it (DDP) the run ends with the last worker.
     """
-    with cluster.workforce(env=env) as force, CpuMeter() as meter:
-        run = _Run(cluster, force, job, fn, watch, replace)
+    with cluster.pool(env=env) as pool, CpuMeter() as meter:
+        run = _Run(cluster, pool, job, fn, watch, replace)
         for rank in range(cluster.n):
-            force.start(rank, fn, job, 0)
+            pool.start(rank, fn, job, 0)
         run.await_first_steps()
         run.carry_out(plan)
         ran = run.finish()

@@ -21,8 +21,8 @@ from gossamer.lab.chaos.verdict import false_drops, flatness, leaks, problems, r
 from gossamer.lab.chaos.worker import Job, final_loss, train, train_ddp, warm
 from gossamer.lab.cluster import Cluster
 from gossamer.lab.namespaces import NETNS, PREFIX, start_time
-from gossamer.lab.workers.launch import Node, reserved_port, run_workers
-from gossamer.lab.workers.server import fork_server
+from gossamer.lab.workers.placement import Node, reserved_port
+from gossamer.lab.workers.pool import run_workers
 from gossamer.predict.methods import Method, parse
 
 DDP_PATIENCE = 60.0  # seconds that DDP is watched after its fault
@@ -122,9 +122,9 @@ def _train(
         far = f", step {min(steps.values())} to {max(steps.values())}" if steps else ""
         progress(f"{label}: {event}" if event else f"{label}{far}", max(0.0, at), chaos.seconds)
 
-    with tempfile.TemporaryDirectory(prefix="gossamer-chaos-") as folder, cluster.directory() as directory:
+    with tempfile.TemporaryDirectory(prefix="gossamer-chaos-") as folder, cluster.directory() as address:
         job = chaos.job(Path(folder), seed, chaos.seconds)
-        ran = carry_out(cluster, job, train, plan, env={"GOSSAMER_DIRECTORY": directory.address}, watch=watch)
+        ran = carry_out(cluster, job, train, plan, env={"GOSSAMER_DIRECTORY": address}, watch=watch)
     models = [value["parameters"] for value in ran.values.values()]
     return ran, final_loss(models, job.width) if models else None
 
@@ -169,20 +169,23 @@ def _under_ddp(chaos: Chaos, cluster: Cluster, fault: Fault, progress: Progress)
 
 def _own() -> dict[str, int]:
     """What this process, its fork server and its namespaces hold now."""
-    server = fork_server()
     mine = f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-"
     spaces = [p.name for p in NETNS.iterdir() if p.name.startswith(mine)] if NETNS.is_dir() else []
     return {
-        "processes": len(_children(server.process.pid)),
+        "processes": len(_descendants(os.getpid())),
         "threads": len(os.listdir("/proc/self/task")),
-        "file_descriptors": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), server.process.pid)),
+        "file_descriptors": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), *_children(os.getpid()))),
         "namespaces": len(spaces),
     }
 
 
-def _children(pid: int) -> list[str]:
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    return path.read_text().split() if path.exists() else []
+def _children(pid: int) -> list[int]:
+    """The processes that a process started: of the launcher, the fork server and the tracker of multiprocessing."""
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+
+
+def _descendants(pid: int) -> list[int]:
+    return [each for child in _children(pid) for each in (child, *_descendants(child))]
 
 
 def _verdict(
