@@ -16,7 +16,7 @@ from gossamer.lab import Cluster, CpuMeter
 from gossamer.lab.bench.setup import Setup
 from gossamer.lab.bench.task import Lesson, curve, learn, time_to
 from gossamer.predict.methods import Method, parse_list
-from gossamer.report.bench_plot import draw_loss
+from gossamer.report.plots import draw_loss
 from gossamer.report.record import environment, write_record
 
 

@@ -18,7 +18,8 @@ from gossamer.lab.bench.stats import (
 )
 from gossamer.lab.bench.task import curve, time_to
 from gossamer.predict.methods import parse
-from gossamer.report.bench_plot import draw_bars, draw_loss, invalid_note, markdown
+from gossamer.report.bench import draw_bars, invalid_note, markdown
+from gossamer.report.plots import draw_loss
 
 SETUP = Setup(per_node=(2, 2), link="8mbit", compute=0.1, model_mb=1.0)
 

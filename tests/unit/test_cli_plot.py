@@ -1,4 +1,4 @@
-"""Pictures of topologies: what is drawn, in which files, and what is said when that cannot be."""
+"""Pictures of topologies: what is drawn to which files, and the errors when that cannot be done."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from browser import needs_browser, shown
 from gossamer.cli import main
-from gossamer.report.topology_plot import MAX_PANELS, plot
-from gossamer.report.topology_scene import IDLE, TINTS, Panel, Scene
+from gossamer.predict.methods import FAMILIES
+from gossamer.report.plots import draw_topology
+from gossamer.report.plots.style import METHOD_COLORS, method_styles
+from gossamer.report.plots.topology import IDLE, MAX_PANELS, TINTS, Panel, Scene
 from gossamer.topology import Layout, Round, Topology, build
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -64,27 +67,53 @@ def test_workers_are_in_their_boxes_and_apart(per_node: list[int]) -> None:
 )
 def test_svg_has_a_panel_a_round(tmp_path: Path, name: str, layout: list[int], panels: int) -> None:
     path = tmp_path / "t.svg"
-    plot(build(name, Layout.of(layout)), path)
+    draw_topology(build(name, Layout.of(layout)), path)
     groups = [g.get("id", "") for g in ElementTree.parse(path).iter(f"{SVG}g")]
     assert len([g for g in groups if re.fullmatch(r"axes_\d+", g)]) == panels
 
 
 def test_long_periods_are_cut_and_say_so(tmp_path: Path) -> None:
     rounds = [Round.uniform(4, [(k % 3, 3)]) for k in range(MAX_PANELS + 5)]
-    title = plot(Topology.of_rounds("long", Layout.flat(4), rounds), tmp_path / "t.svg")
+    title = draw_topology(Topology.of_rounds("long", Layout.flat(4), rounds), tmp_path / "t.svg")
     assert title == "long, 4 workers on one node: the first 16 of 21 rounds"
 
 
 def test_png(tmp_path: Path) -> None:
-    plot(build("complete", Layout.of([4, 4])), tmp_path / "t.PNG")
+    draw_topology(build("complete", Layout.of([4, 4])), tmp_path / "t.PNG")
     assert (tmp_path / "t.PNG").read_bytes().startswith(b"\x89PNG")
 
 
-def test_html_needs_no_network(tmp_path: Path) -> None:
-    plot(build("aer", Layout.of([2, 2])), tmp_path / "t.html")
+def test_page_names_the_group_of_every_worker_in_every_round(tmp_path: Path) -> None:
+    topology = build("aer", Layout.of([2, 2]))
+    draw_topology(topology, tmp_path / "t.html")
     text = (tmp_path / "t.html").read_text()
     assert "aer, 2 nodes x 2 workers" in text
-    assert not re.search(r"<(script|link)[^>]*(src|href)=", text)
+    titles = re.findall("<title>(worker .*?)</title>", text)
+    assert len(titles) == topology.period * topology.n
+    for k in range(topology.period):
+        for worker in range(topology.n):
+            group = topology.round(k).group_of(worker)
+            what = f"group {', '.join(map(str, group))}" if len(group) > 1 else "keeps its value"
+            assert f"worker {worker} on node {worker // 2}, round {k}: {what}" in titles
+
+
+@needs_browser
+def test_page_steps_through_rounds_in_a_browser(tmp_path: Path) -> None:
+    draw_topology(build("aer", Layout.of([4, 4])), tmp_path / "t.html")
+    text = (tmp_path / "t.html").read_text()
+    clicked = """<script>document.querySelector("button[data-step='1']").click();</script></body>"""
+    (tmp_path / "t.html").write_text(text.replace("</body>", clicked))
+    page = shown(tmp_path / "t.html", tmp_path / "profile")
+    assert re.findall(r'<figure class="(.*?)"><figcaption>(.*?)<', page)[:1] == [("shown", "round 0")]
+    assert page.count('class="shown"') == 1
+    assert "round 0 of" in page
+
+
+def test_pages_need_no_network(tmp_path: Path) -> None:
+    draw_topology(build("aer", Layout.of([2, 2])), tmp_path / "t.html")
+    text = (tmp_path / "t.html").read_text()
+    assert not re.search(r"""(?:src|href)=["'](?!#)|<link|@import|url\((?!#)""", text)
+    assert len(text) < 200_000  # small: the drawing is SVG, not a script
 
 
 def test_plot_says_what_it_drew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,8 +126,11 @@ def test_plot_says_what_it_drew(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["ring", "--n", "4", "-o", "t.pdf"], "cannot draw 't.pdf'"),
-        (["ring", "--n", "4", "-o", "/nowhere/t.svg"], "cannot write '/nowhere/t.svg' (No such file or directory)"),
+        (["ring", "--n", "4", "-o", "t.bmp"], "cannot draw to 't.bmp'"),
+        (
+            ["ring", "--n", "4", "-o", "/proc/nowhere/t.svg"],
+            "cannot write /proc/nowhere/t.svg: No such file",
+        ),
         (["ring", "--n", "5000", "-o", "t.svg"], "up to 1024 workers, got 5000"),
         (["ring", "--n", "4"], "Missing option"),
     ],
@@ -110,13 +142,42 @@ def test_bad_input(arguments: list[str], says: str, capsys: pytest.CaptureFixtur
     assert captured.err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("package", "ending"), [("matplotlib", "svg"), ("plotly", "html")])
-def test_missing_package_names_the_extra(
-    package: str, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "line",
+    [
+        "topology plot ring --n 4 -o t.svg",
+        "topology plot ring --n 4 -o t.html",
+        "trace plot nowhere.json -o t.html",
+        "simulate --cluster a40 --html t.html",
+        "simulate --cluster a40 --plot t.svg --steps 2000000000",  # before the number of steps is looked at
+        "simulate --cluster a40 --contour t.svg",
+        "compare vision --methods ddp --html t.html",
+        "bench --plot t.svg",
+        "chaos --out somewhere",
+    ],
+)
+def test_missing_matplotlib_names_the_extra_before_any_work(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [m for m in sys.modules if m.partition(".")[0] == package]:
+    monkeypatch.chdir(tmp_path)
+    for name in [m for m in sys.modules if m.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    assert main(["topology", "plot", "ring", "--n", "4", "-o", str(tmp_path / f"t.{ending}")]) == 2
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(line.split()) == 2
     err = capsys.readouterr().err
-    assert err == f"gossamer: error: plots need {package}, which is missing; run pip install 'gossamer[plot]'\n"
+    assert err == "gossamer: error: plots need matplotlib, which is missing; run pip install 'gossamer[plot]'\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_method_has_one_style_everywhere() -> None:
+    alone = method_styles(["accumadam:aer:bf16"])["accumadam:aer:bf16"]
+    among = method_styles(["ddp", "dadam:aer", "accumadam:aer", "accumadam:aer:bf16"])
+    assert (among["accumadam:aer:bf16"].color, among["accumadam:aer:bf16"].dash) == (alone.color, alone.dash)
+    assert among["ddp"].color == METHOD_COLORS["ddp"] == "#8a8f98"  # gray
+    assert set(METHOD_COLORS) >= set(FAMILIES)
+
+
+def test_labels_in_one_picture_never_look_the_same() -> None:
+    labels = ["dadam:aer lr=0.1", "dadam:aer lr=0.2", "dadam:aer:bf16", "dadam:ring", "dadam:exp", "dsgd:aer", "ddp"]
+    styles = method_styles(labels)
+    assert len({(s.color, s.dash) for s in styles.values()}) == len(labels)

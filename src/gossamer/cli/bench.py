@@ -82,12 +82,14 @@ def bench(
     from gossamer.lab.bench.run import SWEEP_STEPS, Plan, expected, run
     from gossamer.lab.bench.setup import BUCKETS
     from gossamer.predict.methods import parse_list
-    from gossamer.report.bench_plot import check_path
+    from gossamer.report.plots import check_matplotlib, check_output
     from gossamer.report.record import environment
 
     chosen = parse_list(methods)
     if plot is not None:
-        check_path(plot)
+        check_output(plot)
+    if trace is not None or out is not None:
+        check_matplotlib()
     options = {"staleness": staleness, "every": every}
     small = cluster is None
     plan = Plan(
@@ -188,14 +190,14 @@ def _write(
     data: dict[str, Any], chosen: tuple[Method, ...], plot: Path | None, trace: Path | None, out: Path | None
 ) -> None:
     from gossamer.lab.bench.run import timeline, trace_folder
-    from gossamer.report.bench_plot import draw_bars, invalid_note, markdown
+    from gossamer.report.bench import draw_bars, invalid_note, markdown
+    from gossamer.report.plots import draw_timeline
     from gossamer.report.record import write_record
-    from gossamer.report.timeline import draw
 
     if trace is not None:
         first = {r["method"]: r["timeline_from"] for r in data["results"] if "skipped" not in r}
         lines = [timeline(trace_folder(trace, m), str(m), first[str(m)]) for m in chosen if str(m) in first]
-        draw(lines, trace / "timeline.svg")
+        draw_timeline(lines, trace / "timeline.svg")
     if plot is not None:
         draw_bars(data, plot)
     if out is not None:
@@ -208,7 +210,7 @@ def _shown(data: dict[str, Any], setup: Setup) -> Iterator[Any]:
     from rich.text import Text  # a method's colons are no emoji
 
     from gossamer.lab.bench.setup import format_links
-    from gossamer.report.bench_plot import ideal_words
+    from gossamer.report.bench import ideal_words
 
     where = data["cluster"]
     gamma = "" if where["gamma"] is None else f", γ {where['gamma']:.2f}"

@@ -57,13 +57,15 @@ def chaos(
     from gossamer.lab.chaos.run import Chaos, run
     from gossamer.lab.namespaces import why_unavailable
     from gossamer.lab.shaping import parse_rate
-    from gossamer.report.bench_plot import check_path
+    from gossamer.report.plots import check_matplotlib, check_output
     from gossamer.report.record import environment
 
     if network not in (None, "namespaces", "loopback"):
         raise InputError(f"--network must be namespaces or loopback, got {network!r}; see docs/lab.md")
     if plot is not None:
-        check_path(plot)
+        check_output(plot)
+    if out is not None:
+        check_matplotlib()
     parse_rate(link)
     reason = why_unavailable() if network is None else None
     per_node = per_node if per_node is not None else "2"
@@ -143,7 +145,7 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, float, float], None]]:
 
 
 def _write(data: dict[str, Any], plot: Path | None, out: Path | None) -> None:
-    from gossamer.report.chaos_plot import draw_chaos, draw_soak, markdown
+    from gossamer.report.chaos import draw_chaos, draw_soak, markdown
     from gossamer.report.record import write_record
 
     draw = draw_chaos if data["faults"] else draw_soak
@@ -162,7 +164,7 @@ def _without_samples(memory: dict[str, Any]) -> dict[str, Any]:
 def _shown(data: dict[str, Any], asked: Chaos) -> Iterator[Any]:
     from rich.text import Text
 
-    from gossamer.report.chaos_plot import ddp_sentence
+    from gossamer.report.chaos import ddp_sentence
 
     where = data["cluster"]
     yield Text(

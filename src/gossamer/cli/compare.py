@@ -74,6 +74,10 @@ def compare(
     chosen = parse_list(methods)
     if not chosen or len({str(m) for m in chosen}) < len(chosen):
         raise InputError(f"--methods {methods!r} must name one or more methods, each once; e.g. ddp,accumadam:aer")
+    if html is not None:
+        from gossamer.report.plots import check_matplotlib
+
+        check_matplotlib()  # before the training, not after
     if seeds < 1:
         raise InputError(f"--seeds must be at least 1, got {seeds}")
     if jobs is not None and jobs < 1:

@@ -68,9 +68,9 @@ def consensus(
         [study.scaling(grown, a, epsilon=epsilon, runs=runs, seed=seed) for a in study.ALGORITHMS] if grown else []
     )
     if plot is not None:
-        from gossamer.report.consensus_plot import draw
+        from gossamer.report.plots import draw_consensus
 
-        draw(curves, scalings, plot, title=f"{name}, {layout.n} workers, rate {rate:g}", workers=layout.n)
+        draw_consensus(curves, scalings, plot, title=f"{name}, {layout.n} workers, rate {rate:g}", workers=layout.n)
     facts: dict[str, Any] = {
         "topology": name,
         "workers": layout.n,

@@ -29,7 +29,6 @@ PACKAGES = {  # distribution: (needed to run at all, how to get it)
     "rich": (True, "pip install gossamer"),
     "typer": (True, "pip install gossamer"),
     "matplotlib": (False, "pip install 'gossamer[plot]'"),
-    "plotly": (False, "pip install 'gossamer[plot]'"),
     "decent-dp": (False, "pip install 'gossamer[bench]'"),
 }
 OLDEST_TORCH = (2, 6)

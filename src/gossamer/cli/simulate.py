@@ -84,6 +84,10 @@ def simulate(
     chosen = parse_list(methods or method or "dadam:aer")
     if not chosen:
         raise InputError(f"--methods {methods!r} names no method; write for example ddp,dadam:aer")
+    if html is not None or plot is not None or contour is not None:
+        from gossamer.report.plots import check_matplotlib
+
+        check_matplotlib()
     if consensus:
         from gossamer.cli.consensus import consensus as study
 
@@ -273,11 +277,11 @@ def _write(
     if trace is not None:
         write_chrome(traces[0], trace)
     if html is not None:
-        from gossamer.report.timeline import draw
+        from gossamer.report.plots import draw_timeline
 
-        draw(traces, html, unit=axis)
+        draw_timeline(traces, html, unit=axis)
     if plot is not None:
-        from gossamer.report.timeline import draw, draw_scaling
+        from gossamer.report.plots import draw_scaling, draw_timeline
 
         if curve:
             lines: dict[str, list[tuple[int, float]]] = {}
@@ -285,14 +289,14 @@ def _write(
                 lines.setdefault(row["method"], []).append((row["workers"], row["step_time"]))
             draw_scaling(lines, plot, unit=unit)
         else:
-            draw(traces, plot, unit=axis)
+            draw_timeline(traces, plot, unit=axis)
 
 
 def _contour(path: Path, chosen: tuple[Method, ...], layout: Layout, seed: int) -> None:
     import numpy as np
 
     from gossamer.predict.closed_form import contour
-    from gossamer.report.timeline import draw_contours
+    from gossamer.report.plots import draw_contours
     from gossamer.topology import build
 
     method = next((m for m in chosen if m.topology is not None), None)

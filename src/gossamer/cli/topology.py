@@ -90,9 +90,9 @@ def plot(
     as_json: Json = False,
 ) -> None:
     """Draw a topology, a panel a round, to an .svg, .png or .html file."""
-    from gossamer.report.topology_plot import plot
+    from gossamer.report.plots import draw_topology
 
-    drawn = plot(_topology(name, nodes, per_node, n, k), output)
+    drawn = draw_topology(_topology(name, nodes, per_node, n, k), output)
     if as_json:
         print_json({"file": str(output), "title": drawn})
     else:

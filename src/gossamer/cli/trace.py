@@ -90,9 +90,11 @@ def plot(
     as_json: Json = False,
 ) -> None:
     """Draw timelines: a web page (.html) or a picture (.svg, .png); predicted first stands above measured."""
-    from gossamer.report.timeline import draw
+    from gossamer.report.plots import check_output, draw_timeline
+    from gossamer.report.plots.style import PICTURES_AND_PAGES
 
-    path = draw([_open(t) for t in traces], output)
+    check_output(output, PICTURES_AND_PAGES)
+    path = draw_timeline([_open(t) for t in traces], output)
     if as_json:
         print_json({"output": str(path)})
     else:

@@ -7,53 +7,45 @@ import html
 import io
 import json
 import statistics
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossamer.errors import GossamerError, InputError
+from gossamer.errors import GossamerError
+from gossamer.report.html import page
+from gossamer.report.plots.curves import legend, line_chart
+from gossamer.report.plots.style import check_matplotlib, write_text
+from gossamer.report.plots.timeline import timeline_figure, timeline_note
 from gossamer.report.runs import Found, Group, Run, find_runs, grouped, mean_std, read_object, summary
 from gossamer.report.verdict import verdict
 from gossamer.trace import Trace, merge, read_chrome
 
-COLORS = ("#444444", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#bcbd22")
 TIMELINE_STEPS = 5
-TIMELINES = 4  # runs whose timeline is shown
+TIMELINES = 4  # methods whose timeline is shown
 POINTS = 400  # of a training curve; more cannot be told apart
-
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin: 0 0 .5rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
-.verdict { font-size: 1.15rem; background: #f2f6fb; border-left: 4px solid #1f77b4; padding: .8rem 1rem; }
-table { border-collapse: collapse; width: 100%; font-size: .85rem; } th, td { padding: .3rem .4rem; text-align: right; }
-th { border-bottom: 2px solid #ccc; vertical-align: bottom; } td { border-bottom: 1px solid #eee; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } .grid { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; }
-@media (max-width: 800px) { .grid { grid-template-columns: 1fr; } } .note { color: #666; font-size: .85rem; }
-.scroll { overflow-x: auto; }
-figure { margin: 0; } figure svg { max-width: 100%; height: auto; }
-pre { overflow-x: auto; background: #f7f7f7; padding: .6rem; }
-"""
 
 Column = tuple[str, Callable[[dict[str, Any]], str]]
 
 
 def write_html(folder: str | Path, path: str | Path) -> Path:
     """Read the runs below `folder` and write the page."""
-    return _write(Path(path), _page(Path(folder), find_runs(folder)))
+    check_matplotlib()
+    return write_text(Path(path), _page(Path(folder), find_runs(folder)))
 
 
 def write_markdown(folder: str | Path, path: str | Path) -> Path:
-    return _write(Path(path), markdown(find_runs(folder), Path(folder).name))
+    """Read the runs below `folder` and write the verdict and the table as Markdown."""
+    return write_text(Path(path), markdown(find_runs(folder), Path(folder).name))
 
 
 def write_csv(folder: str | Path, path: str | Path) -> Path:
+    """Read the runs below `folder` and write `summary`'s rows as CSV."""
     rows = summary(grouped(find_runs(folder).runs))
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return _write(Path(path), text.getvalue())
+    return write_text(Path(path), text.getvalue())
 
 
 def markdown(found: Found, title: str) -> str:
@@ -64,15 +56,6 @@ def markdown(found: Found, title: str) -> str:
     lines.append("|" + "---|" * len(columns))
     lines += ["| " + " | ".join(cell(r) for _, cell in columns) + " |" for r in rows]
     return "\n".join([*lines, "", _note(groups), ""])
-
-
-def _write(path: Path, text: str) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}; choose another file") from None
-    return path
 
 
 # -- table ----------------------------------------------------------------------------------------------------------
@@ -95,11 +78,11 @@ def _columns(groups: Sequence[Group]) -> list[Column]:
         columns.append((f"{metric}, worker 0 alone", lambda r: f"{r['local_metric_mean']:.4g}"))
     columns += [
         ("validation loss", spread("loss")),
-        ("ms a step", _milliseconds),
+        ("ms per step", _milliseconds),
         ("predicted ms", known("predicted_step_seconds", lambda v: f"{v * 1e3:.1f}")),
         ("time", known("relative_time", lambda v: f"{v:.0%}")),
         ("to the baseline's loss", known("seconds_to_baseline_loss", lambda v: f"{v:.3g} s")),
-        ("MB a step", lambda r: f"{r['bytes_a_step'] / 1e6:.3g}"),
+        ("MB per step", lambda r: f"{r['bytes_a_step'] / 1e6:.3g}"),
         ("waiting", known("waiting", lambda v: f"{v:.0%}")),
         ("consensus distance", lambda r: f"{r['consensus_distance']:.2g}"),
     ]
@@ -157,27 +140,22 @@ def _page(folder: Path, found: Found) -> str:
         *_timelines(groups),
         *_details(folder, groups),
     ]
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>'
-        + "\n".join(parts)
-        + "</body></html>\n"
-    )
+    return page(title, parts)
 
 
 def _charts(groups: Sequence[Group]) -> list[str]:
     metric = groups[0].runs[0].metric
     clock = "simulated time" if all(g.runs[0].clock["kind"] == "simulated" for g in groups) else "time"
-    names = ["loss"] if metric == "loss" else ["loss", metric]
     wanted: list[tuple[str, str, str]] = []
-    for name in names:
+    for name in dict.fromkeys(["loss", metric]):
         label = "validation loss" if name == "loss" else name
         wanted += [(f"{label} against steps", name, "step"), (f"{label} against {clock}", name, "seconds")]
     wanted += [("training loss against steps", "train", "step"), ("consensus distance", "distance", "step")]
     drawn = []
-    for at, (title, name, axis) in enumerate(wanted):
-        drawn.append(f"<div>{_chart(groups, title, name, axis, first=at == 0)}</div>")
-    return ["<h2>Curves</h2>", '<div class="grid">', *drawn, "</div>"]
+    for title, name, axis in wanted:
+        lines = {g.label: _mean_line(g, name, axis) for g in groups}
+        drawn.append(line_chart(lines, title=title, unit="step" if axis == "step" else "s"))
+    return ["<h2>Curves</h2>", legend([g.label for g in groups]), '<div class="grid">', *drawn, "</div>"]
 
 
 def _series(run: Run, name: str, axis: str) -> list[tuple[float, float]]:
@@ -192,65 +170,40 @@ def _series(run: Run, name: str, axis: str) -> list[tuple[float, float]]:
     return [(e[axis], e["averaged"][name]) for e in run.evaluations]
 
 
-def _chart(groups: Sequence[Group], title: str, name: str, axis: str, *, first: bool) -> str:
-    """A line a method, the mean over seeds, with a band of one standard deviation."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    for at, group in enumerate(groups):
-        color = COLORS[at % len(COLORS)]
-        points = list(zip(*(_series(r, name, axis) for r in group.runs), strict=False))
-        x = [statistics.fmean(p[0] for p in same) for same in points]
-        found = [mean_std([p[1] for p in same]) for same in points]
-        y = [m for m, _ in found]
-        if group.seeds > 1:
-            edge = [m + s for m, s in found] + [m - s for m, s in reversed(found)]
-            figure.add_scatter(
-                x=x + x[::-1], y=edge, mode="lines", fill="toself", line={"width": 0}, fillcolor=color, opacity=0.15,
-                hoverinfo="skip", showlegend=False, legendgroup=group.label,
-            )  # fmt: skip
-        mode = "lines" if len(x) > 12 else "lines+markers"
-        figure.add_scatter(x=x, y=y, mode=mode, name=group.label, line={"color": color}, legendgroup=group.label)
-    figure.update_layout(
-        title={"text": title, "font": {"size": 14}},
-        height=330,
-        margin={"l": 55, "r": 15, "t": 45, "b": 80},
-        plot_bgcolor="white",
-        legend={"orientation": "h", "y": -0.2},
-    )
-    figure.update_xaxes(title="step" if axis == "step" else "time (s)", gridcolor="#eee", rangemode="tozero")
-    figure.update_yaxes(gridcolor="#eee", rangemode="tozero" if name == "distance" else "normal")
-    made: str = figure.to_html(
-        full_html=False, include_plotlyjs=first, config={"displayModeBar": False, "responsive": True}
-    )
-    return made
+def _mean_line(group: Group, name: str, axis: str) -> list[tuple[float, float, float]]:
+    """Return (x, mean, standard deviation over seeds) of a curve."""
+    points = zip(*(_series(r, name, axis) for r in group.runs), strict=False)
+    return [(statistics.fmean(p[0] for p in same), *mean_std([p[1] for p in same])) for same in points]
 
 
 def _timelines(groups: Sequence[Group]) -> list[str]:
-    """Some steps of each method's timeline, on one time axis: measured if recorded, else predicted. A page
-    without those that cannot be read or drawn is still a report; it says why."""
-    traces, notes = [], []
-    for group in groups[:TIMELINES]:
+    """Some steps of each method's timeline, on one time axis: measured if recorded, else predicted.
+
+    A timeline that cannot be read or drawn is left out; a note says why.
+    """
+    traces: list[Trace] = []
+    notes: list[str] = []
+    further = 0
+    for group in groups:
         try:
-            trace = _trace(group)
+            trace = _trace(group) if len(traces) < TIMELINES else None
         except GossamerError as error:
             notes.append(f"{group.label} has no timeline: {error}.")
             continue
         if trace is not None:
             traces.append(trace)
+        elif len(traces) == TIMELINES:
+            further += 1
+    if further:
+        notes.append(f"The first {TIMELINES} timelines are shown; {further} more methods were compared.")
     drawn = []
     if traces:
-        from gossamer.report.timeline import draw
-
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                text = draw(traces, Path(folder) / "timeline.svg").read_text()
-            drawn.append(f"<figure>{text[text.index('<svg') :]}</figure>")
-            notes.insert(0, "Blue: compute. Grey: exchanges, which overlap it. Red: waiting.")
-        except (GossamerError, ImportError) as error:  # too many workers, or no matplotlib
+            drawn = [timeline_figure(traces), timeline_note()]
+        except GossamerError as error:  # too many workers
             notes.append(f"The timelines are not drawn: {error}.")
     noted = [f'<p class="note">{html.escape(note)}</p>' for note in notes]
-    return ["<h2>Timelines</h2>", *drawn, *noted] if noted else []
+    return ["<h2>Timelines</h2>", *drawn, *noted] if drawn or noted else []
 
 
 def _trace(group: Group) -> Trace | None:

@@ -1,4 +1,4 @@
-"""Pictures and tables of chaos runs: who trained when, what was done to whom, and who was held up."""
+"""Chaos runs for people: pictures of which worker trained when and which faults were injected, and tables."""
 
 from __future__ import annotations
 
@@ -7,106 +7,92 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.errors import InputError
-from gossamer.report.bench_plot import check_path
+from gossamer.report.plots.style import INK, check_output, new_figure, save, tidy
 
-COLORS = {"kill": "#b3261e", "stop": "#e0a13c", "cut": "#7a5bb5", "join": "#2a9d8f", "slow": "#8a6d3b"}
-TRAINS, ALONE, HELD = "#9fbfe0", "#d5dae0", "#e02020"
-HELD_UP = 0.5  # seconds: shorter stalls cannot be seen in a picture of minutes
+COLORS = {"kill": "#882255", "stop": "#e69f00", "cut": "#5d3a9b", "join": "#009e73", "slow": "#7f5f2a"}
+TRAINS, LOSS, CALM, STALLED = "#9ecae1", "#0072b2", "#8a8f98", "#d1342f"
+MIN_STALL = 0.5  # seconds; shorter stalls cannot be seen in a picture of minutes
 
 
 def draw_chaos(data: Mapping[str, Any], path: str | Path) -> Path:
-    """A row a worker: blue where it trains (from step to step), faults as marked spans, stalls of survivors in red.
+    """Draw one row per worker: when it trained, the faults it suffered, and its stalls while it was healthy.
 
-    Below, the loss of every worker over time, and the final losses of this run and of the calm ones.
+    Below are the losses of all workers over time, and the final losses of this run and of the runs without faults.
     """
-    path = check_path(path)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    path = check_output(path)
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     ranks = sorted({life["worker"] for life in data["lives"]})
     rows = {rank: at for at, rank in enumerate(ranks)}
-    figure, (top, bottom) = plt.subplots(
-        2,
-        1,
-        figsize=(11, 1.9 + 0.36 * len(ranks) + 2.2),
-        height_ratios=[0.5 + 0.36 * len(ranks), 2.2],
-        sharex=True,
-        layout="constrained",
-    )
+    height = 0.5 + 0.36 * len(ranks)
+    figure = new_figure(11, height + 4.0)
+    top, bottom = figure.subplots(2, 1, height_ratios=[height, 2.2], sharex=True)
     for life in data["lives"]:
         spans = _spans([s[0] for s in life["steps"]])
         top.broken_barh(spans, (rows[life["worker"]] - 0.36, 0.72), color=TRAINS, linewidth=0)
         if life["joined"] and life["steps"]:
             top.plot(life["steps"][0][0], rows[life["worker"]], ">", color=COLORS["join"], markersize=6, zorder=5)
+        points = _smooth([(t, loss) for t, _, loss in life["steps"]])
+        if points:
+            bottom.plot(*zip(*points, strict=True), color=LOSS, alpha=0.5, linewidth=0.8)
     for fault in data["faults"]:
         until = fault["until"] if fault["until"] is not None else data["seconds"]
+        color = COLORS[fault["kind"]]
         for victim in fault["victim"]:
             box = (rows[victim] - 0.42, 0.84)
-            top.broken_barh([(fault["at"], until - fault["at"])], box, color=COLORS[fault["kind"]], alpha=0.45)
-        top.plot(fault["at"], rows[fault["victim"][0]] - 0.5, "v", color=COLORS[fault["kind"]], markersize=7, zorder=6)
-        bottom.axvspan(fault["at"], until, color=COLORS[fault["kind"]], alpha=0.12, linewidth=0)
+            top.broken_barh([(fault["at"], until - fault["at"])], box, color=color, alpha=0.45)
+        top.plot(fault["at"], rows[fault["victim"][0]] - 0.5, "v", color=color, markersize=7, zorder=6)
+        bottom.axvspan(fault["at"], until, color=color, alpha=0.12, linewidth=0)
     for stall in data["stalls"]:
-        if stall["seconds"] >= HELD_UP:
+        if stall["seconds"] >= MIN_STALL:
             width = stall["to"] - stall["from"]
-            top.broken_barh([(stall["from"], width)], (rows[stall["worker"]] - 0.36, 0.72), color=HELD, zorder=4)
+            top.broken_barh([(stall["from"], width)], (rows[stall["worker"]] - 0.36, 0.72), color=STALLED, zorder=4)
     kinds = [k for k in COLORS if any(f["kind"] == k for f in data["faults"])]
-    legend = [Patch(color=TRAINS, label="trains"), *(Patch(color=COLORS[k], alpha=0.6, label=k) for k in kinds)]
-    legend.append(Patch(color=HELD, label=f"survivor held up ≥ {HELD_UP:g} s"))
-    top.legend(handles=legend, ncols=len(legend), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    handles = [Patch(color=TRAINS, label="trains"), *(Patch(color=COLORS[k], alpha=0.6, label=k) for k in kinds)]
+    handles.append(Patch(color=STALLED, label=f"healthy worker stalled ≥ {MIN_STALL:g} s"))
+    figure.legend(handles=handles, ncols=len(handles), loc="outside upper center", frameon=False)
     top.set_yticks(range(len(ranks)), [f"worker {rank}" for rank in ranks])
     top.set_ylim(len(ranks) - 0.4, -0.8)
-    for life in data["lives"]:
-        points = _smooth([(t, loss) for t, _, loss in life["steps"]])
-        bottom.plot(*zip(*points, strict=True), color="#3b73b9", alpha=0.5, linewidth=0.8) if points else None
     for calm in data["calm_final_losses"]:
-        bottom.plot(data["seconds"], calm, "o", color="#a3a7ad", markersize=6, clip_on=False, zorder=5)
+        bottom.plot(data["seconds"], calm, "o", color=CALM, markersize=6, clip_on=False, zorder=5)
     if data["final_loss"] is not None:
-        bottom.plot(data["seconds"], data["final_loss"], "D", color="#b3261e", markersize=6, clip_on=False, zorder=6)
-    bottom.set_ylabel("loss (final: ◆, calm: ●)")
-    bottom.set_xlabel("seconds")
-    bottom.set_xlim(0, data["seconds"])
-    for axis in (top, bottom):
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
+        bottom.plot(data["seconds"], data["final_loss"], "D", color=INK, markersize=6, clip_on=False, zorder=6)
+    finals = [
+        Line2D([], [], color=LOSS, linewidth=1, label="a worker"),
+        Line2D([], [], ls="", marker="D", color=INK, label="final"),
+        Line2D([], [], ls="", marker="o", color=CALM, label="final without faults"),
+    ]
+    bottom.legend(handles=finals, loc="upper right", ncols=3, frameon=False, fontsize=8)
+    bottom.set(ylabel="loss", xlabel="seconds", xlim=(0, data["seconds"]))
+    tidy(top, bottom)
+    top.grid(axis="y", visible=False)
+    return save(figure, path)
 
 
 def draw_soak(data: Mapping[str, Any], path: str | Path) -> Path:
-    """Memory and descriptors of every worker over the run."""
-    path = check_path(path)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Draw memory, file descriptors and threads of every worker over the run."""
+    path = check_output(path)
     if not data["memory"]["workers"]:
         raise InputError("there is nothing to draw: no worker lived long enough; pass a longer --seconds")
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")
+    figure = new_figure(9, 5)
+    top, bottom = figure.subplots(2, 1, sharex=True)
     for worker in data["memory"]["workers"]:
         times, rss, descriptors, threads = zip(*worker["samples"], strict=True)
-        label = f"worker {worker['worker']}"
-        (line,) = top.plot(times, rss, linewidth=1, label=label)
+        (line,) = top.plot(times, rss, linewidth=1, label=f"worker {worker['worker']}")
         bottom.plot(times, descriptors, linewidth=1, color=line.get_color())
         bottom.plot(times, threads, linewidth=1, linestyle=":", color=line.get_color())
-    top.set_ylabel("resident memory, MB")
+    top.set_ylabel("resident memory (MB)")
     top.set_ylim(0, 1.2 * max(s[1] for w in data["memory"]["workers"] for s in w["samples"]))
     top.legend(frameon=False, ncols=4, loc="lower right")
-    bottom.set_ylabel("descriptors (—), threads (···)")
+    bottom.set(ylabel="descriptors (—), threads (···)", xlabel="seconds")
     bottom.set_ylim(bottom=0)
-    bottom.set_xlabel("seconds")
-    for axis in (top, bottom):
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
+    tidy(top, bottom)
+    return save(figure, path)
 
 
 def _spans(times: list[float], pause: float = 1.0) -> list[tuple[float, float]]:
-    """(start, width) of the stretches in which steps follow each other without a pause."""
+    """Return (start, width) of each stretch in which steps follow each other without a pause."""
     spans: list[tuple[float, float]] = []
     for t in times:
         if spans and t - sum(spans[-1]) <= pause:
@@ -117,6 +103,7 @@ def _spans(times: list[float], pause: float = 1.0) -> list[tuple[float, float]]:
 
 
 def _smooth(points: list[tuple[float, float]], window: int = 20) -> list[tuple[float, float]]:
+    """Return running means of the second value over `window` points."""
     found = []
     for k in range(window - 1, len(points), max(1, window // 4)):
         part = points[k - window + 1 : k + 1]
@@ -125,7 +112,7 @@ def _smooth(points: list[tuple[float, float]], window: int = 20) -> list[tuple[f
 
 
 def markdown(data: Mapping[str, Any]) -> str:
-    """The verdict and its faults as tables."""
+    """Return the verdict and the faults as Markdown tables."""
     lines = [
         f"**{'Passed' if data['passed'] else 'Failed'}.** " + ". ".join(data["problems"]),
         "",
@@ -161,7 +148,7 @@ def markdown(data: Mapping[str, Any]) -> str:
 
 
 def ddp_sentence(ddp: Mapping[str, Any]) -> str:
-    """How DDP ended, for people."""
+    """Describe how DDP ended."""
     took = [r["after_s"] for r in ddp["ranks"] if r["after_s"] is not None and r["ending"] != "killed"]
     when = f" within {max(took):.2f} s" if took else ""
     last = ddp["last_step_after_s"]

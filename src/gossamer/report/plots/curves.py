@@ -1,0 +1,222 @@
+"""Pictures with curves: runs, predictions and the consensus study."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gossamer.report.html import live_figure
+from gossamer.report.plots.style import (
+    INK,
+    MethodStyle,
+    axes_box,
+    check_output,
+    inline_svg,
+    method_styles,
+    new_figure,
+    save,
+    tidy,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from gossamer.predict.closed_form import Contour
+    from gossamer.predict.consensus import Curve, Scaling
+
+POINTS = 250  # of a curve of the consensus study; more cannot be seen
+LOG_RANGE = 8.0  # values whose largest is this many times the smallest are drawn on a logarithmic axis
+FORCINGS = {
+    "none": "averaging white values",
+    "noise": "independent noise in each step",
+    "constant": "constant forcing, different workers",
+    "quadratic": "descent on different quadratics",
+}
+
+Points = Sequence[tuple[float, float]]
+
+
+# -- charts of a report page ------------------------------------------------------------------------------------------
+
+
+def line_chart(lines: Mapping[str, Sequence[tuple[float, float, float]]], *, title: str, unit: str) -> str:
+    """Return a chart as a part of a page; `lines` has (x, mean, standard deviation) for each label.
+
+    Lines are dashed differently and get thinner from first to last, so that equal curves do not hide each other.
+    The legend is not part of the chart: `legend` makes one for all charts of a page.
+    """
+    figure = new_figure(5.4, 3.1)
+    axis = figure.subplots()
+    styles = method_styles(list(lines))
+    means = [y for points in lines.values() for _, y, _ in points]
+    positive = [y for y in means if y > 0]
+    logarithmic = bool(positive) and max(positive) > LOG_RANGE * min(positive) and min(means) >= 0
+    hidden = []
+    for at, (label, points) in enumerate(lines.items()):
+        style = styles[label]
+        x, y, deviation = np.array(points, dtype=float).reshape(-1, 3).T
+        if logarithmic and len(y) and not np.any(y > 0):
+            hidden.append(label)
+        if np.any(deviation > 0):
+            low = np.maximum(y - deviation, min(positive)) if logarithmic else y - deviation
+            axis.fill_between(x, low, y + deviation, color=style.color, alpha=0.15, linewidth=0)
+        marker = style.marker if len(x) <= 12 else ""
+        axis.plot(
+            x, y, color=style.color, dashes=style.dash or (None, None), marker=marker, markersize=4,
+            linewidth=1.3 + 1.2 * (1 - at / len(lines)), gid=f"line-{at}",
+        )  # fmt: skip
+    if logarithmic:
+        axis.set_yscale("log")
+    axis.set_xlabel("step" if unit == "step" else f"time ({unit})")
+    axis.set_xlim(left=0)
+    tidy(axis)
+    drawn = inline_svg(figure, title)
+    data = {
+        "kind": "lines",
+        "unit": "step" if unit == "step" else f"time ({unit})",
+        "x": list(axis.get_xlim()),
+        "box": axes_box(figure, axis),
+        "lines": [
+            {"label": label, "points": [[float(f"{x:.6g}"), float(f"{y:.6g}")] for x, y, _ in points]}
+            for label, points in lines.items()
+        ],
+    }
+    caption = title + (f" (logarithmic; {', '.join(hidden)} is 0)" if hidden else "")
+    return live_figure(drawn, data, caption)
+
+
+def legend(labels: Sequence[str]) -> str:
+    """Return one legend for all charts of a page."""
+    items = [f"<li>{_sample(style)}{html.escape(label)}</li>" for label, style in method_styles(labels).items()]
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _sample(style: MethodStyle) -> str:
+    dashes = f' stroke-dasharray="{" ".join(f"{2 * d:g}" for d in style.dash)}"' if style.dash else ""
+    line = f'<line x1="0" x2="34" y1="6" y2="6" stroke="{style.color}" stroke-width="3"{dashes}/>'
+    return f'<svg viewBox="0 0 34 12">{line}</svg>'
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def draw_loss(curves: Mapping[str, Points], path: str | Path, *, target: float) -> Path:
+    """Draw loss against wall time, one line per method; the dotted line is the loss whose time is compared."""
+    path = check_output(path)
+    figure = new_figure(6.4, 3.8)
+    axis = figure.subplots()
+    _method_lines(axis, curves, marker=False)
+    axis.axhline(target, color=INK, linestyle="dotted", linewidth=1)
+    axis.set(xlabel="wall time (s)", ylabel="loss, mean over workers")
+    axis.set_xlim(left=0)
+    return save(figure, path)
+
+
+def draw_scaling(curves: Mapping[str, Points], path: str | Path, *, unit: str = "s") -> Path:
+    """Draw step time against the number of workers, one line per method."""
+    path = check_output(path)
+    figure = new_figure(6.4, 4)
+    axis = figure.subplots()
+    _method_lines(axis, curves, marker=True)
+    axis.set_xscale("log", base=2)
+    sizes = sorted({n for points in curves.values() for n, _ in points})
+    axis.set_xticks(sizes, [f"{n:g}" for n in sizes])
+    axis.set_ylim(bottom=0)
+    axis.set(xlabel="workers", ylabel=f"step time ({unit})")
+    return save(figure, path)
+
+
+def _method_lines(axis: Axes, curves: Mapping[str, Points], *, marker: bool) -> None:
+    for label, style in method_styles(list(curves)).items():
+        axis.plot(
+            [x for x, _ in curves[label]], [y for _, y in curves[label]], label=label, color=style.color,
+            dashes=style.dash or (None, None), marker=style.marker if marker else "", linewidth=1.6,
+        )  # fmt: skip
+    tidy(axis)
+    axis.legend(frameon=False)
+
+
+def draw_contours(contours: Sequence[Contour], path: str | Path, *, title: str = "") -> Path:
+    """Draw the time saved over all-reduce, one panel per σ.
+
+    γ is the time of an all-reduce over the compute time of a step, ω the time of an exchange over that of an
+    all-reduce, σ the relative standard deviation of compute times.
+    """
+    path = check_output(path)
+    figure = new_figure(3.6 * len(contours) + 1, 3.6)
+    axes = figure.subplots(1, len(contours), squeeze=False, sharey=True)[0]
+    levels = np.linspace(0, 0.8, 17)
+    for c, axis in zip(contours, axes, strict=True):
+        saving = np.array(c.saving)
+        filled = axis.contourf(c.gamma, c.omega, saving, levels=levels, cmap="Blues", extend="both")
+        axis.contour(c.gamma, c.omega, saving, levels=levels[::4], colors="black", linewidths=0.5)
+        axis.set_title(f"σ = {c.sigma:g}", fontsize=9)
+        axis.set_xlabel("γ: all-reduce / compute")
+    axes[0].set_ylabel("ω: exchange / all-reduce")
+    bar = figure.colorbar(filled, ax=axes.tolist(), format=lambda v, _: f"{v:.0%}", ticks=levels[::4])
+    bar.set_label("time saved over all-reduce (a line every 20%)")
+    if title:
+        figure.suptitle(title, fontsize=10)
+    return save(figure, path)
+
+
+def draw_consensus(
+    curves: Mapping[str, Sequence[Curve]], scalings: Sequence[Scaling], path: str | Path, *, title: str, workers: int
+) -> Path:
+    """Draw the consensus study: one panel per forcing, the loss where there is one, and the scaling if any."""
+    path = check_output(path)
+    losses = [c for c in curves.get("quadratic", ()) if c.loss is not None]
+    panels = len(curves) + bool(losses) + bool(scalings)
+    columns = min(3, panels)
+    rows = -(-panels // columns)
+    figure = new_figure(4.4 * columns, 3.6 * rows + 0.4)
+    figure.suptitle(title, fontweight="bold")
+    axes = iter(figure.subplots(rows, columns, squeeze=False).ravel())
+    for forcing, pair in curves.items():
+        axis = next(axes)
+        for curve in pair:
+            skip = 0 if forcing == "none" else 1  # forced runs start at consensus, which a logarithm cannot show
+            _study_line(axis, curve, curve.communications[skip:] / workers, curve.distance[skip:])
+        axis.set_yscale("log")
+        axis.set(title=FORCINGS[forcing], xlabel="exchanges per worker", ylabel="consensus distance")
+        axis.legend(frameon=False)
+    if losses:
+        axis = next(axes)
+        for curve in losses:
+            assert curve.loss is not None
+            _study_line(axis, curve, curve.communications / workers, curve.loss)
+        axis.set(title="the same: loss", xlabel="exchanges per worker", ylabel="mean of |x - x*|² / 2")
+        axis.legend(frameon=False)
+    if scalings:
+        _scaling_panel(next(axes), scalings)
+    for axis in axes:
+        axis.set_visible(False)
+    return save(figure, path)
+
+
+def _study_line(axis: Axes, curve: Curve, x: np.ndarray, y: np.ndarray) -> None:
+    every = max(1, len(x) // POINTS)
+    color = method_styles([curve.algorithm])[curve.algorithm].color
+    axis.plot(x[::every], y[::every], color=color, label=curve.algorithm, lw=1.4)
+    tidy(axis)
+
+
+def _scaling_panel(axis: Axes, scalings: Sequence[Scaling]) -> None:
+    for s in scalings:
+        style = method_styles([s.algorithm])[s.algorithm]
+        label = f"{s.algorithm}: n^{s.exponent:.2f}"
+        axis.loglog(s.workers, s.communications, "o-", color=style.color, label=label, lw=1.4)
+    axis.set(
+        title=f"exchanges until {scalings[0].epsilon:g} of the slowest mode",
+        xlabel="workers",
+        ylabel="exchanges in all",
+    )
+    ticks = scalings[0].workers
+    axis.set_xticks(ticks, [str(n) for n in ticks])
+    axis.minorticks_off()
+    tidy(axis)
+    axis.legend(frameon=False)

@@ -1,0 +1,182 @@
+"""What all pictures share: where they are written, what colors mean, and how an SVG becomes part of a web page.
+
+matplotlib draws every picture. A web page holds the same picture as inline SVG, so that pages and files cannot differ.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
+
+from gossamer.errors import GossamerError, InputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PICTURES = (".svg", ".png", ".pdf")
+PICTURES_AND_PAGES = (".html", *PICTURES)
+INK, QUIET = "#24292f", "#57606a"
+DPI = 144  # of PNG files
+SVG = "http://www.w3.org/2000/svg"
+XLINK = "http://www.w3.org/1999/xlink"
+
+# Okabe and Ito's palette, which color-blind people can tell apart, extended by Tol's muted one. DDP is always gray.
+METHOD_COLORS = {
+    "ddp": "#8a8f98",
+    "dadam": "#0072b2",
+    "accumadam": "#009e73",
+    "gossipadam": "#d55e00",
+    "dsgd": "#999933",
+    "ad-psgd": "#cc79a7",
+    "a2cid2": "#5d3a9b",
+    "decent-dp": "#e69f00",
+    "diloco": "#7f5f2a",
+    "localsgd": "#aa4499",
+}
+OTHER_COLOR = "#117777"
+# A topology changes the shade: below 0 darker, above 0 lighter.
+TOPOLOGY_SHADES = {"aer": 0.0, "one-peer-exponential": -0.35, "exp": -0.35, "ring": 0.35, "complete": 0.55}
+DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.6), (1.3, 1.3), (6, 1.6, 1.3, 1.6), (9, 2.5), (3, 1, 1, 1, 1, 1))
+WIRE_DASHES = {"bf16": 1, "fp16": 1, "int8": 2}
+MARKERS = "osD^vPX*"
+
+
+@dataclass(frozen=True)
+class MethodStyle:
+    """How one method looks in every picture."""
+
+    color: str
+    dash: tuple[float, ...]  # lengths of strokes and gaps in line widths; () is a solid line
+    marker: str
+
+
+def method_styles(labels: Sequence[str]) -> dict[str, MethodStyle]:
+    """Return the style of each label, which is a method (`NAME[:TOPOLOGY[:WIRE]]`) and may name more after a space.
+
+    The algorithm decides the color, the topology its shade, the wire the dash. So a method looks the same in every
+    picture; labels that would look the same (for example two learning rates of one method) get different dashes.
+    """
+    styles: dict[str, MethodStyle] = {}
+    used: set[tuple[str, int]] = set()
+    for at, label in enumerate(dict.fromkeys(labels)):
+        name, topology, wire, *_ = [*label.split(" ")[0].split(":"), "", ""]
+        if name == "ddp":
+            topology, wire = "", topology
+        color = _shade(METHOD_COLORS.get(name, OTHER_COLOR), TOPOLOGY_SHADES.get(topology.partition("(")[0], 0.0))
+        dash = WIRE_DASHES.get(wire, 0)
+        while (color, dash) in used and len([d for c, d in used if c == color]) < len(DASHES):
+            dash = (dash + 1) % len(DASHES)
+        used.add((color, dash))
+        styles[label] = MethodStyle(color, DASHES[dash], MARKERS[at % len(MARKERS)])
+    return styles
+
+
+def _shade(color: str, amount: float) -> str:
+    """Mix a color with black (amount < 0) or white (amount > 0)."""
+    target = 255 if amount > 0 else 0
+    parts = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(p + (target - p) * abs(amount)):02x}" for p in parts)
+
+
+def check_output(path: str | Path, endings: Sequence[str] = PICTURES) -> Path:
+    """Refuse a file name that cannot be drawn to, and a missing matplotlib. Call this before long work begins."""
+    path = Path(path)
+    if path.suffix.lower() not in endings:
+        known = f"{', '.join(endings[:-1])} or {endings[-1]}"
+        raise InputError(f"cannot draw to {str(path)!r}; name a file that ends in {known}")
+    check_matplotlib()
+    return path
+
+
+def check_matplotlib() -> None:
+    """Raise a GossamerError that names the remedy if matplotlib is not installed."""
+    try:
+        found = importlib.util.find_spec("matplotlib") is not None
+    except ValueError:  # the module is blocked in sys.modules
+        found = False
+    if not found:
+        raise GossamerError("plots need matplotlib, which is missing; run pip install 'gossamer[plot]'")
+
+
+def new_figure(width: float, height: float, *, arrange: bool = True) -> Figure:
+    """Return an empty figure of that size in inches, which arranges its axes by itself if `arrange` is true."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), facecolor="white", layout="constrained" if arrange else None)
+
+
+def tidy(*axes: Axes) -> None:
+    """Remove the upper and right border and add a light grid behind the data."""
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25, linewidth=0.6)
+        axis.set_axisbelow(True)
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a picture; its folder is made if necessary. The same picture gives the same bytes."""
+    from matplotlib import rc_context
+
+    ending = path.suffix.lower()
+    metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(ending)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with rc_context({"svg.hashsalt": "gossamer"}):
+            figure.savefig(path, dpi=DPI, metadata=metadata)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}; choose another file") from None
+    return path
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a page or a table; its folder is made if necessary."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}; choose another file") from None
+    return path
+
+
+def inline_svg(figure: Figure, salt: str, titles: Mapping[str, Sequence[str]] | None = None) -> str:
+    """Return the figure as an `<svg>` element for a page.
+
+    `salt` keeps the ids of several pictures in one page apart. `titles` gives the artist with that gid (or, for a
+    collection, each of its members) a text that browsers show on hover.
+    """
+    from matplotlib import rc_context
+
+    stream = io.BytesIO()
+    with rc_context({"svg.hashsalt": salt, "svg.fonttype": "none", "font.family": "sans-serif"}):
+        figure.savefig(stream, format="svg", metadata={"Date": None})
+    ElementTree.register_namespace("", SVG)
+    ElementTree.register_namespace("xlink", XLINK)
+    root = ElementTree.fromstring(stream.getvalue())
+    for metadata in root.findall(f"{{{SVG}}}metadata"):
+        root.remove(metadata)
+    del root.attrib["width"], root.attrib["height"]  # the page's style decides
+    for gid, texts in (titles or {}).items():
+        group = root.find(f".//*[@id='{gid}']")
+        assert group is not None
+        for shape, text in zip(_shapes(group), texts, strict=True):
+            ElementTree.SubElement(shape, f"{{{SVG}}}title").text = text
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _shapes(group: ElementTree.Element) -> list[ElementTree.Element]:
+    """Return the drawn shapes in a group, in order, without the definitions they refer to."""
+    defined = {id(e) for d in group.iter(f"{{{SVG}}}defs") for e in d.iter()}
+    return [e for e in group.iter() if e.tag in (f"{{{SVG}}}use", f"{{{SVG}}}path") and id(e) not in defined]
+
+
+def axes_box(figure: Figure, axis: Axes) -> list[float]:
+    """Return left, top, right and bottom of drawn axes in the coordinates of `inline_svg`."""
+    width, height = (72 * inches for inches in figure.get_size_inches())
+    box = axis.get_position()
+    return [round(v, 2) for v in (box.x0 * width, (1 - box.y1) * height, box.x1 * width, (1 - box.y0) * height)]
