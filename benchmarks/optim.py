@@ -1,10 +1,11 @@
-"""AccumAdamW against torch.optim.AdamW (and Decent-DP's AccumAdam where installed), on CPU.
+"""GossipAdamW and AccumAdamW against torch.optim.AdamW (and Decent-DP's AccumAdam where installed), on CPU.
 
     python benchmarks/optim.py                        # one thread, 8.4 M parameters in 32 tensors, a table
-    python benchmarks/optim.py --out benchmarks/records/optim-NAME --note "quiet machine"
+    python benchmarks/optim.py --clock cpu            # on a busy machine: processor time instead of wall time
+    python benchmarks/optim.py --out benchmarks/records/optim --note "quiet machine"
 
-All optimizers step on the same parameters and gradients in turn, so that noise meets them alike. A sample is
-the mean of one whole accumulation of steps; ratios are of the medians, to AdamW(fused=True).
+All optimizers step on the same parameters and gradients in turn, so that noise affects them alike. A sample is the
+mean over the steps of one accumulation; ratios are of the medians, to AdamW(fused=True).
 """
 
 import argparse
@@ -23,9 +24,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from gossamer.optim import AccumAdamW
+from gossamer.optim import AccumAdamW, GossipAdamW, _native
 
 BASE = "torch AdamW fused"
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def contestants(params: list[torch.nn.Parameter], accumulate: int) -> dict[str, torch.optim.Optimizer]:
@@ -34,11 +36,12 @@ def contestants(params: list[torch.nn.Parameter], accumulate: int) -> dict[str, 
         BASE: adamw(params, fused=True),
         "torch AdamW foreach": adamw(params, foreach=True),
         "torch AdamW for-loop": adamw(params, foreach=False),
-        "AccumAdamW default": AccumAdamW(params, accumulate=accumulate),
-        "AccumAdamW fused": AccumAdamW(params, accumulate=accumulate, fused=True),
-        "AccumAdamW foreach": AccumAdamW(params, accumulate=accumulate, foreach=True),
-        "AccumAdamW for-loop": AccumAdamW(params, accumulate=accumulate, foreach=False),
-        "AccumAdamW fused, accumulate=1": AccumAdamW(params, accumulate=1, fused=True),
+        "GossipAdamW native": GossipAdamW(params, replicas=16),
+        "GossipAdamW torch operations": GossipAdamW(params, replicas=16, fused=False),
+        "GossipAdamW 1 replica, fused": GossipAdamW(params, fused=True),
+        "AccumAdamW native": AccumAdamW(params, accumulate=accumulate),
+        "AccumAdamW torch operations": AccumAdamW(params, accumulate=accumulate, fused=False),
+        "AccumAdamW accumulate=1, fused": AccumAdamW(params, accumulate=1, fused=True),
     }
     try:
         from decent_dp.optim import AccumAdam as DecentAccumAdam
@@ -49,16 +52,18 @@ def contestants(params: list[torch.nn.Parameter], accumulate: int) -> dict[str, 
     return result
 
 
-def measure(steps: dict[str, Callable[[], object]], accumulate: int, repeats: int) -> dict[str, list[float]]:
-    """Milliseconds a step; the first round of each is a warm-up and left out."""
+def measure(
+    steps: dict[str, Callable[[], object]], accumulate: int, repeats: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Milliseconds per step; the first round of each optimizer is a warm-up and left out."""
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(repeats + 1):
         for name, step in steps.items():
-            start = time.perf_counter()
+            start = clock()
             for _ in range(accumulate):
                 step()
             if repeat:
-                samples[name].append((time.perf_counter() - start) * 1e3 / accumulate)
+                samples[name].append((clock() - start) * 1e3 / accumulate)
     return samples
 
 
@@ -83,8 +88,9 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--out", type=Path, help="folder for the record")
-    parser.add_argument("--note", default="", help="what a reader of the record should know of the machine")
+    parser.add_argument("--note", default="", help="what a reader of the record should know about the machine")
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
@@ -92,8 +98,10 @@ def main() -> None:
     params = [torch.nn.Parameter(torch.randn(args.numel)) for _ in range(args.tensors)]
     for p in params:
         p.grad = torch.randn_like(p)
+    if _native.kernels() is None:
+        print("the native kernels are not available: torch operations run in their place", file=sys.stderr)
     steps = {name: opt.step for name, opt in contestants(params, args.accumulate).items()}
-    samples = measure(steps, args.accumulate, args.repeats)
+    samples = measure(steps, args.accumulate, args.repeats, CLOCKS[args.clock])
 
     base = statistics.median(samples[BASE])
     table = Table("optimizer", "median ms", "min ms", "ratio", title=f"{args.tensors} tensors of {args.numel}")
@@ -115,7 +123,7 @@ def main() -> None:
             },
             "settings": {k: v for k, v in vars(args).items() if k not in ("out", "note")},
             "ratio_of_medians": ratios,
-            "milliseconds_a_step": samples,
+            "milliseconds_per_step": samples,
         }
         (args.out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
         with (args.out / "table.txt").open("w") as file:

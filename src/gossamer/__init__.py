@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         node_group,
         probe,
     )
-    from gossamer.optim import AccumAdam, AccumAdamW
+    from gossamer.optim import AccumAdam, AccumAdamW, GossipAdam, GossipAdamW
     from gossamer.topology import Layout, Topology
 
 __version__ = "0.1.0"
@@ -29,6 +29,8 @@ __all__ = [
     "GossamerError",
     "GossamerWarning",
     "Gossip",
+    "GossipAdam",
+    "GossipAdamW",
     "InputError",
     "Layout",
     "NeighborGuard",
@@ -54,7 +56,7 @@ _HOMES = {
         "node_group",
         "probe",
     ),
-    "gossamer.optim": ("AccumAdam", "AccumAdamW"),
+    "gossamer.optim": ("AccumAdam", "AccumAdamW", "GossipAdam", "GossipAdamW"),
     "gossamer.topology": ("Layout", "Topology"),
 }
 

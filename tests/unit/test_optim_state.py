@@ -1,16 +1,28 @@
-"""State of AccumAdam: checkpoints, copies, schedulers, parameter groups and memory layouts."""
+"""State of the optimizers: checkpoints, copies, schedulers, parameter groups and memory layouts."""
 
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
 
-from gossamer.optim import AccumAdam, AccumAdamW
+from gossamer.optim import AccumAdam, AccumAdamW, GossipAdam, GossipAdamW
 from gossamer.optim import _update as update
 
 MODES = [{}, {"foreach": False}, {"foreach": True}, {"fused": True}]
+
+
+EVERY = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(partial(AccumAdam, accumulate=3), id="AccumAdam"),
+        pytest.param(partial(AccumAdamW, accumulate=4), id="AccumAdamW"),
+        pytest.param(partial(GossipAdam, replicas=8), id="GossipAdam"),
+        pytest.param(partial(GossipAdamW, replicas=4, discount=2.0), id="GossipAdamW"),
+    ],
+)
 
 
 def model(seed: int = 0) -> torch.nn.Module:
@@ -30,11 +42,12 @@ def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
+@EVERY
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stop", [3, 4, 6])
-def test_a_resumed_run_is_bit_equal(stop, mode):
+def test_a_resumed_run_is_bit_equal(stop, mode, make):
     net = model()
-    opt = AccumAdamW(net.parameters(), lr=0.05, accumulate=4, **mode)
+    opt = make(net.parameters(), lr=0.05, **mode)
     train(net, opt, range(stop))
     file = io.BytesIO()
     torch.save({"net": net.state_dict(), "opt": opt.state_dict()}, file)
@@ -44,16 +57,17 @@ def test_a_resumed_run_is_bit_equal(stop, mode):
     saved = torch.load(file, weights_only=True)
     again = model(seed=1)
     again.load_state_dict(saved["net"])
-    resumed = AccumAdamW(again.parameters(), **mode)
+    resumed = make(again.parameters(), **mode)
     resumed.load_state_dict(saved["opt"])
     train(again, resumed, range(stop, 13))
     assert same(net, again)
 
 
+@EVERY
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_go_on_as_the_original(clone):
+def test_copies_go_on_as_the_original(clone, make):
     net = model()
-    opt = AccumAdam(net.parameters(), lr=0.05, accumulate=3)
+    opt = make(net.parameters(), lr=0.05)
     train(net, opt, range(4))
     net2, opt2 = clone((net, opt))
     train(net, opt, range(4, 9))
@@ -119,14 +133,15 @@ def layouts() -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.parametrize("make", [partial(AccumAdam, accumulate=3), partial(GossipAdam, replicas=8)])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("piece_bytes", [32, 2 << 20])
-def test_any_layout_and_dtype_in_one_group(mode, piece_bytes, monkeypatch):
+def test_any_layout_and_dtype_in_one_group(mode, piece_bytes, make, monkeypatch):
     """Cutting, gathering and odd strides (also of the gradient) give what each parameter gets alone."""
     together = [torch.nn.Parameter(t) for t in layouts()]
     alone = [torch.nn.Parameter(t.clone(memory_format=torch.contiguous_format)) for t in layouts()]
-    opts = [AccumAdam([p], 0.05, weight_decay=0.1, accumulate=3, foreach=False) for p in alone]
-    opt = AccumAdam(together, 0.05, weight_decay=0.1, accumulate=3, **mode)
+    opts = [make([p], 0.05, weight_decay=0.1, foreach=False) for p in alone]
+    opt = make(together, 0.05, weight_decay=0.1, **mode)
     monkeypatch.setattr(update, "_CPU_PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(update, "_CPU_SMALL_BYTES", piece_bytes // 2)
     for t in range(7):
@@ -139,13 +154,15 @@ def test_any_layout_and_dtype_in_one_group(mode, piece_bytes, monkeypatch):
             o.step()
     for p, q in zip(together, alone, strict=True):
         torch.testing.assert_close(p.detach(), q.detach())
-    assert [int(opt.state[p]["step"]) for p in together] == [2] * len(together)
+    steps = [int(opt.state[p]["step"]) for p in together]
+    assert steps == [7 if isinstance(opt, GossipAdam) else 2] * len(together)
 
 
-def test_complex_parameter_is_its_real_and_imaginary_part():
+@EVERY
+def test_complex_parameter_is_its_real_and_imaginary_part(make):
     z = torch.nn.Parameter(torch.tensor([1 + 2j, -3 + 0.5j], dtype=torch.complex128))
     r = torch.nn.Parameter(torch.view_as_real(z.detach()).clone())
-    opts = [AccumAdam([p], 0.1, accumulate=2) for p in (z, r)]
+    opts = [make([p], 0.1) for p in (z, r)]
     for t in range(5):
         z.grad = torch.randn(2, dtype=torch.complex128, generator=torch.Generator().manual_seed(t))
         r.grad = torch.view_as_real(z.grad).clone()
@@ -170,7 +187,8 @@ def test_grad_scaler_skips_an_overflow():
     assert torch.equal(opt.state[x]["grad_sum"], torch.ones(2))
 
 
-def test_sharded_parameters_step_on_their_shard(tmp_path):
+@EVERY
+def test_sharded_parameters_step_on_their_shard(tmp_path, make):
     import torch.distributed as dist
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -179,7 +197,7 @@ def test_sharded_parameters_step_on_their_shard(tmp_path):
         mesh = init_device_mesh("cpu", (1,))
         plain = torch.nn.Parameter(torch.arange(12.0).view(4, 3))
         sharded = torch.nn.Parameter(distribute_tensor(plain.detach().clone(), mesh, [Shard(0)]))
-        opts = [AccumAdamW([p], 0.1, accumulate=2) for p in (plain, sharded)]
+        opts = [make([p], 0.1) for p in (plain, sharded)]
         for t in range(5):
             plain.grad = torch.randn(4, 3, generator=torch.Generator().manual_seed(t))
             sharded.grad = distribute_tensor(plain.grad.clone(), mesh, [Shard(0)])
@@ -188,3 +206,18 @@ def test_sharded_parameters_step_on_their_shard(tmp_path):
         assert torch.equal(plain, sharded.full_tensor())
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_state_has_the_dtype_of_the_parameter(dtype):
+    """As in torch, with the arithmetic in float32 as in torch's fused kernel."""
+    x = torch.nn.Parameter(torch.linspace(-1, 1, 9).to(dtype))
+    wide = torch.nn.Parameter(x.detach().float())
+    opts = [GossipAdamW([p], 0.01, eps=1e-4, replicas=4) for p in (x, wide)]
+    for t in range(3):
+        x.grad = torch.randn(9, generator=torch.Generator().manual_seed(t)).to(dtype)
+        wide.grad = x.grad.float()
+        for opt in opts:
+            opt.step()
+    assert {opts[0].state[x][key].dtype for key in ("exp_avg", "exp_avg_sq", "signal_sq")} == {dtype}
+    torch.testing.assert_close(x.detach().float(), wide.detach(), rtol=0.02, atol=0.01)

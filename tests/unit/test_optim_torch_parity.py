@@ -1,13 +1,20 @@
-"""With accumulate=1 AccumAdam and AccumAdamW are torch's Adam and AdamW, bit by bit."""
+"""AccumAdam with accumulate=1, and GossipAdam with one replica, are torch's Adam (AdamW), bit by bit."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 
-from gossamer.optim import AccumAdam, AccumAdamW
+from gossamer.errors import InputError
+from gossamer.optim import AccumAdam, AccumAdamW, GossipAdam, GossipAdamW
 
-PAIRS = [(AccumAdam, torch.optim.Adam), (AccumAdamW, torch.optim.AdamW)]
+PAIRS = [
+    pytest.param(partial(AccumAdam, accumulate=1), torch.optim.Adam, id="AccumAdam"),
+    pytest.param(partial(AccumAdamW, accumulate=1), torch.optim.AdamW, id="AccumAdamW"),
+    pytest.param(GossipAdam, torch.optim.Adam, id="GossipAdam"),
+    pytest.param(GossipAdamW, torch.optim.AdamW, id="GossipAdamW"),
+]
 MODES = [{}, {"foreach": False}, {"foreach": True}, {"fused": True}]
 
 
@@ -38,7 +45,7 @@ def groups(ps: list[torch.nn.Parameter]) -> list[dict]:
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_bit_equal(ours, theirs, mode, maximize, dtype):
     a, b = params(dtype), params(dtype)
-    opt_a = ours(groups(a), lr=0.01, eps=1e-4, accumulate=1, maximize=maximize, **mode)
+    opt_a = ours(groups(a), lr=0.01, eps=1e-4, maximize=maximize, **mode)
     opt_b = theirs(groups(b), lr=0.01, eps=1e-4, maximize=maximize, **mode)
     for t in range(8):
         give_gradients(a, t)
@@ -55,7 +62,7 @@ def test_bit_equal(ours, theirs, mode, maximize, dtype):
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_bit_equal_with_all_defaults(ours, theirs):
     a, b = params(torch.float32), params(torch.float32)
-    opt_a, opt_b = ours(a, accumulate=1), theirs(b)
+    opt_a, opt_b = ours(a), theirs(b)
     for t in range(5):
         give_gradients(a, t)
         give_gradients(b, t)
@@ -68,7 +75,7 @@ def test_bit_equal_with_all_defaults(ours, theirs):
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_complex_parameters(ours, theirs, mode):
     a, b = (torch.nn.Parameter(torch.arange(6).to(torch.complex64).view(2, 3)) for _ in range(2))
-    opt_a, opt_b = ours([a], accumulate=1, **mode), theirs([b], **mode)
+    opt_a, opt_b = ours([a], **mode), theirs([b], **mode)
     for t in range(4):
         gen = torch.Generator().manual_seed(t)
         a.grad = torch.randn(2, 3, dtype=torch.complex64, generator=gen)
@@ -79,10 +86,11 @@ def test_complex_parameters(ours, theirs, mode):
 
 
 @pytest.mark.parametrize("mode", [{"foreach": False}, {"fused": True}])
-def test_a_tensor_learning_rate(mode):
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_a_tensor_learning_rate(ours, theirs, mode):
     a, b = params(torch.float32), params(torch.float32)
-    opt_a = AccumAdamW(a, lr=torch.tensor(0.02), accumulate=1, **mode)
-    opt_b = torch.optim.AdamW(b, lr=torch.tensor(0.02), **mode)
+    opt_a = ours(a, lr=torch.tensor(0.02), **mode)
+    opt_b = theirs(b, lr=torch.tensor(0.02), **mode)
     for t in range(4):
         give_gradients(a, t)
         give_gradients(b, t)
@@ -91,9 +99,10 @@ def test_a_tensor_learning_rate(mode):
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_a_checkpoint_of_torch_adam_loads():
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_a_checkpoint_of_torch_adam_loads(ours, theirs):
     a, b = params(torch.float32), params(torch.float32)
-    theirs, ours = torch.optim.AdamW(a, lr=0.01), AccumAdamW(b, lr=0.5, accumulate=1)
+    theirs, ours = theirs(a, lr=0.01), ours(b, lr=0.5)
     for t in range(6):
         if t == 3:
             for x, y in zip(a, b, strict=True):
@@ -105,4 +114,21 @@ def test_a_checkpoint_of_torch_adam_loads():
             give_gradients(b, t)
             ours.step()
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    assert ours.param_groups[0]["accumulate"] == 1
+    assert ours.param_groups[0]["lr"] == 0.01
+
+
+def test_settings_that_a_checkpoint_lacks_keep_their_values():
+    theirs = torch.optim.AdamW([{"params": [p]} for p in params(torch.float32)[:2]])
+    first, second = params(torch.float32)[:2]
+    ours = AccumAdamW([{"params": [first], "accumulate": 2}, {"params": [second], "accumulate": 7}])
+    ours.load_state_dict(theirs.state_dict())
+    assert [group["accumulate"] for group in ours.param_groups] == [2, 7]
+
+
+@pytest.mark.parametrize("ours", [AccumAdam, GossipAdam])
+def test_a_checkpoint_with_amsgrad_is_refused(ours):
+    a, b = params(torch.float32), params(torch.float32)
+    theirs, opt = torch.optim.Adam(a, amsgrad=True), ours(b, lr=0.5)
+    with pytest.raises(InputError, match="amsgrad=True"):
+        opt.load_state_dict(theirs.state_dict())
+    assert opt.param_groups[0]["lr"] == 0.5

@@ -1,6 +1,6 @@
-"""Optimizers for small local batches: plain `torch.optim.Optimizer` subclasses."""
+"""Optimizers for gossip and for small local batches: plain `torch.optim.Optimizer` subclasses."""
 
-from gossamer.optim.accum_adam import AccumAdam
-from gossamer.optim.accum_adamw import AccumAdamW
+from gossamer.optim.accum_adam import AccumAdam, AccumAdamW
+from gossamer.optim.gossip_adam import GossipAdam, GossipAdamW
 
-__all__ = ["AccumAdam", "AccumAdamW"]
+__all__ = ["AccumAdam", "AccumAdamW", "GossipAdam", "GossipAdamW"]

@@ -1,22 +1,27 @@
-"""One AccumAdam step on lists of tensors, cut into pieces that stay in the cache."""
+"""The updates on lists of tensors: by the native kernels, or by torch operations in pieces that stay in the cache."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-# On CPU a piece is small enough for its second pass to hit the cache, and large enough that the calls (some
-# 10 µs a piece) and the restarts of the prefetcher do not show. Tensors below `_CPU_SMALL_BYTES` are gathered.
-_CPU_PIECE_BYTES = 2 << 20
+from gossamer.optim import _native
+
+# A piece of this size stays in the cache of a core from one operation to the next. Tensors below
+# `_CPU_SMALL_BYTES` are gathered into one piece, because the calls would cost more than the arithmetic.
+_CPU_PIECE_BYTES = 256 << 10
 _CPU_SMALL_BYTES = 64 << 10
 _DEVICE_PIECE_BYTES = 64 << 20
+
+Slot = list[Tensor]
+"""[x, g, m, v, s] of a parameter, s being the optimizer's own tensor, all real and of one shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hyper:
-    """What one group's update needs beside its tensors; the betas are those of one accumulation."""
+    """What one group's update needs beside its tensors."""
 
     lr: float | Tensor
     beta1: float
@@ -28,45 +33,117 @@ class Hyper:
     foreach: bool | None
     fused: bool | None
 
+    @property
+    def may_be_native(self) -> bool:
+        return self.foreach is None and self.fused is not False
+
+    def scalars(self, step: float, **own: float) -> _native.Scalars:
+        """The kernels' numbers for Adam's step number `step`; `own` are those of one optimizer."""
+        lr = float(self.lr)
+        decay = lr * self.weight_decay if self.decoupled else 0.0
+        return _native.Scalars(
+            gradient=-1.0 if self.maximize else 1.0,
+            l2=0.0 if self.decoupled else self.weight_decay,
+            shrink=1 - decay,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            rate1=1 - self.beta1,
+            rate2=1 - self.beta2,
+            step_size=lr / (1 - self.beta1**step),
+            eps=self.eps,
+            **own,
+        )
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """GossipAdam's numbers at one step: q ← β2 q + square_rate m², D = clamp(a v + b q, low v, high v)."""
+
+    step: float
+    a: float
+    b: float
+    low: float
+    high: float
+    square_rate: float
+
 
 @dataclass
 class Piece:
     """Tensors of one device and dtype that are updated together; `dense` if each fills its memory in order."""
 
     dense: bool = True
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    exp_avgs: list[Tensor] = field(default_factory=list)
-    exp_avg_sqs: list[Tensor] = field(default_factory=list)
-    grad_sums: list[Tensor] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
     numel: int = 0
 
-    def append(self, tensors: list[Tensor], step: Tensor) -> None:
-        param, grad, exp_avg, exp_avg_sq, grad_sum = tensors
-        self.params.append(param)
-        self.grads.append(grad)
-        self.exp_avgs.append(exp_avg)
-        self.exp_avg_sqs.append(exp_avg_sq)
-        self.grad_sums.append(grad_sum)
+    def append(self, slot: Slot, step: Tensor) -> None:
+        self.slots.append(slot)
         self.steps.append(step)
-        self.numel += param.numel()
+        self.numel += slot[0].numel()
 
+    def columns(self) -> list[list[Tensor]]:
+        """The lists of x, g, m, v and s."""
+        return [list(column) for column in zip(*self.slots, strict=True)]
+
+
+Numbered = Sequence[tuple[Slot, Tensor]]
+"""Slots with the step counters of their parameters."""
 
 Scratches = dict[tuple[torch.device, torch.dtype, torch.Size | None], Tensor]
 
 
-def accumulate_step(slots: list[tuple[list[Tensor], Tensor]], count: int, length: int, hyper: Hyper) -> None:
-    """Step every slot ([x, g, m̂, v̂, b], t̂ − 1), whose b holds the sum of `count` of `length` gradients.
+def gossip_adam(slots: Numbered, corrected: Corrected, hyper: Hyper) -> None:
+    """Step slots whose s is q, and whose counters stand at `corrected.step` already."""
+    native, rest = _divide(slots, hyper)
+    if native is not None:
+        numbers = {name: getattr(corrected, name) for name in ("a", "b", "low", "high", "square_rate")}
+        native.kernels.gossip_adam([slot for slot, _ in native.slots], hyper.scalars(corrected.step, **numbers))
+    for piece in _pieces(rest):
+        _gossip_adam(piece, corrected, hyper)
+
+
+def accum_adam(slots: Numbered, count: int, length: int, hyper: Hyper) -> None:
+    """Step slots whose s holds the sum of `count` of `length` gradients.
 
     The step counters are left as they are: the caller advances them after the last gradient.
     """
+    native, rest = _divide(slots, hyper)
+    if native is not None:
+        phase = 0 if count == 0 else 2 if count + 1 == length else 1
+        by_step: dict[float, list[Slot]] = {}
+        for slot, step in native.slots:
+            by_step.setdefault(step.item() + 1, []).append(slot)
+        for number, members in by_step.items():
+            high = 1 / (1 - hyper.beta2**number)
+            scalars = hyper.scalars(number, high=high, inverse_length=1 / length)
+            native.kernels.accum_adam(members, scalars, phase)
     scratches: Scratches = {}
-    for piece in _pieces(slots):
-        _update(piece, *_scratch_moments(piece, scratches), count, length, hyper)
+    for piece in _pieces(rest):
+        _accum_adam(piece, *_scratch_moments(piece, scratches), count, length, hyper)
 
 
-def _pieces(slots: list[tuple[list[Tensor], Tensor]]) -> Iterator[Piece]:
+@dataclass(frozen=True)
+class _Native:
+    kernels: _native.Kernels
+    slots: Numbered
+
+
+def _divide(slots: Numbered, hyper: Hyper) -> tuple[_Native | None, Numbered]:
+    """The slots that the native kernels step, and those that torch operations step."""
+    if not hyper.may_be_native:
+        return None, slots
+    native, rest = [], []
+    for tensors, step in slots:
+        dense = _in_memory_order(tensors) if _native.fits(tensors) else None
+        if dense is None:
+            rest.append((tensors, step))
+        else:
+            native.append((dense, step))
+    kernels = _native.kernels() if native else None
+    return (None, slots) if kernels is None else (_Native(kernels, native), rest)
+
+
+def _pieces(slots: Numbered) -> Iterator[Piece]:
     """Cut large tensors and gather small ones, so that every piece is about as large as the cache allows."""
     gathering: dict[tuple[torch.device, torch.dtype], Piece] = {}
     for tensors, step in slots:
@@ -100,7 +177,7 @@ def _pieces(slots: list[tuple[list[Tensor], Tensor]]) -> Iterator[Piece]:
     yield from gathering.values()
 
 
-def _in_memory_order(tensors: list[Tensor]) -> list[Tensor] | None:
+def _in_memory_order(tensors: Slot) -> Slot | None:
     """Contiguous views of all tensors, dimensions ordered as the parameter's; None if they do not exist."""
     if all(t.is_contiguous() for t in tensors):
         return tensors
@@ -111,16 +188,59 @@ def _in_memory_order(tensors: list[Tensor]) -> list[Tensor] | None:
     return views if all(t.is_contiguous() for t in views) else None
 
 
+def _signed(params: list[Tensor], grads: list[Tensor], hyper: Hyper) -> list[Tensor]:
+    """The gradients to descend along. Coupled decay is a part of them, so that it reaches the moments."""
+    if hyper.maximize:
+        grads = list(torch._foreach_neg(grads))
+    if hyper.weight_decay != 0 and not hyper.decoupled:
+        grads = list(torch._foreach_add(grads, params, alpha=hyper.weight_decay))
+    return grads
+
+
+def _gossip_adam(piece: Piece, corrected: Corrected, hyper: Hyper) -> None:
+    columns = piece.columns()
+    if columns[0][0].dtype in (torch.bfloat16, torch.float16):  # compute in float32, as torch's fused Adam does
+        wide = [[t.float() for t in column] for column in columns]
+        _gossip_adam_columns(wide, corrected, hyper)
+        for stored, computed in zip(columns, wide, strict=True):
+            if stored is not columns[1]:
+                torch._foreach_copy_(stored, computed)
+    else:
+        _gossip_adam_columns(columns, corrected, hyper)
+
+
+def _gossip_adam_columns(columns: list[list[Tensor]], corrected: Corrected, hyper: Hyper) -> None:
+    params, grads, m, v, q = columns
+    lr = float(hyper.lr)
+    grads = _signed(params, grads, hyper)
+    if hyper.weight_decay != 0 and hyper.decoupled:
+        torch._foreach_mul_(params, 1 - lr * hyper.weight_decay)
+    torch._foreach_lerp_(m, grads, 1 - hyper.beta1)
+    torch._foreach_mul_(v, hyper.beta2)
+    torch._foreach_addcmul_(v, grads, grads, 1 - hyper.beta2)
+    torch._foreach_mul_(q, hyper.beta2)
+    torch._foreach_addcmul_(q, m, m, corrected.square_rate)
+    root = torch._foreach_mul(v, corrected.a)
+    torch._foreach_add_(root, q, alpha=corrected.b)
+    bound = torch._foreach_mul(v, corrected.low)
+    torch._foreach_maximum_(root, bound)
+    torch._foreach_mul_(bound, corrected.high / corrected.low)
+    torch._foreach_minimum_(root, bound)
+    torch._foreach_sqrt_(root)
+    torch._foreach_add_(root, hyper.eps)
+    torch._foreach_addcdiv_(params, m, root, -lr / (1 - hyper.beta1**corrected.step))
+
+
 def _scratch_moments(piece: Piece, scratches: Scratches) -> tuple[list[Tensor], list[Tensor]]:
     """Copies of m̂ and v̂ that this step may overwrite.
 
     A large tensor's go to one buffer for the whole step: fresh memory would cost page faults, and leave the
     cache. Many small ones are copied by one call; times 1, because a list has no public clone.
     """
-    if len(piece.params) > 1 or not piece.dense:
-        moments = torch._foreach_mul(piece.exp_avgs, 1), torch._foreach_mul(piece.exp_avg_sqs, 1)
-        return list(moments[0]), list(moments[1])
-    param = piece.params[0]
+    _, _, exp_avgs, exp_avg_sqs, _ = piece.columns()
+    if len(piece.slots) > 1 or not piece.dense:
+        return list(torch._foreach_mul(exp_avgs, 1)), list(torch._foreach_mul(exp_avg_sqs, 1))
+    param = piece.slots[0][0]
     shape = param.shape
     both = scratches.get((param.device, param.dtype, shape))
     if both is None:  # a view costs as much as the copy of a small tensor, so keep one for each shape
@@ -129,18 +249,15 @@ def _scratch_moments(piece: Piece, scratches: Scratches) -> tuple[list[Tensor], 
             buffer = scratches[param.device, param.dtype, None] = param.new_empty(2 * piece.numel)
         both = scratches[param.device, param.dtype, shape] = buffer[: 2 * piece.numel].view(2, *shape)
     exp_avg, exp_avg_sq = both.unbind()
-    return [exp_avg.copy_(piece.exp_avgs[0])], [exp_avg_sq.copy_(piece.exp_avg_sqs[0])]
+    return [exp_avg.copy_(exp_avgs[0])], [exp_avg_sq.copy_(exp_avg_sqs[0])]
 
 
-def _update(
+def _accum_adam(
     piece: Piece, exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], count: int, length: int, hyper: Hyper
 ) -> None:
-    params, grads = piece.params, piece.grads
-    # The decay of plain Adam is a part of the gradient, so it must reach b as well as this step's moments.
-    if hyper.maximize:
-        grads = list(torch._foreach_neg(grads))
-    if hyper.weight_decay != 0 and not hyper.decoupled:
-        grads = list(torch._foreach_add(grads, params, alpha=hyper.weight_decay))
+    """`exp_avgs` and `exp_avg_sqs` are copies of the moments, to be overwritten."""
+    params, grads, kept_avgs, kept_avg_sqs, grad_sums = piece.columns()
+    grads = _signed(params, grads, hyper)
     weight_decay = hyper.weight_decay if hyper.decoupled else 0.0
 
     fused = hyper.fused
@@ -182,14 +299,14 @@ def _update(
         )
 
     if count == 0:  # overwriting the sum here is cheaper than clearing it after the last gradient
-        torch._foreach_copy_(piece.grad_sums, grads)
+        torch._foreach_copy_(grad_sums, grads)
     elif count < length - 1:
-        torch._foreach_add_(piece.grad_sums, grads)
+        torch._foreach_add_(grad_sums, grads)
     else:
-        mean = exp_avgs  # done with, and in the cache: the last sum need not go out to memory
-        for out, grad_sum, grad in zip(mean, piece.grad_sums, grads, strict=True):
+        mean = exp_avgs  # no longer needed, and in the cache: the last sum need not go out to memory
+        for out, grad_sum, grad in zip(mean, grad_sums, grads, strict=True):
             torch.add(grad_sum, grad, out=out)
         torch._foreach_mul_(mean, 1 / length)
-        torch._foreach_lerp_(piece.exp_avgs, mean, 1 - hyper.beta1)
+        torch._foreach_lerp_(kept_avgs, mean, 1 - hyper.beta1)
         torch._foreach_mul_(mean, mean)
-        torch._foreach_lerp_(piece.exp_avg_sqs, mean, 1 - hyper.beta2)
+        torch._foreach_lerp_(kept_avg_sqs, mean, 1 - hyper.beta2)

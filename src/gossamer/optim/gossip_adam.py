@@ -1,0 +1,236 @@
+"""GossipAdam and GossipAdamW: Adam whose second moment is that of all replicas together."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from gossamer.errors import InputError
+from gossamer.optim._base import AdamBase, Group, Members, State, slot
+from gossamer.optim._update import Corrected, gossip_adam
+
+_MEMORY = 0.1  # the share of its memory that q must hold before it corrects anything
+
+
+class GossipAdam(AdamBase):
+    """Adam with a noise-corrected second moment, for workers that average parameters instead of gradients.
+
+    A replica's squared gradient is signal and noise, μ² + σ². All-reduce over κ replicas averages the gradients
+    first, so that Adam sees μ² + σ²/κ there, and takes larger steps where the noise is large. GossipAdam tells
+    signal from noise by the replica's own gradients, and takes the steps that all-reduce would take, at the same
+    learning rate:
+
+        m ← β1 m + (1 − β1) g        v ← β2 v + (1 − β2) g²        m̂ = m / (1 − β1^t)
+        q ← β2 q + (1 − β2) m̂²       V = v / (1 − β2^t)            Q = q / (1 − β2^t)
+        σ² = clamp((V − Q) / (1 − c), 0, V)                        c = (1 − β1) / (1 + β1)
+        x ← x − α m̂ / (sqrt(V − (1 − 1/κ) σ²) + ε)
+
+    c is the share of the noise that is left in m̂ after many steps, so Q estimates μ² + c σ². See
+    Note [Why c is constant].
+
+    κ = `replicas` × `discount`. `decentralize` calls `set_replicas` with the number of replicas, which are workers,
+    or nodes if gradients are averaged exactly inside a node; without `decentralize` there is 1 replica. Pass
+    `replicas` to fix the number instead. `discount` > 1 discounts the noise further than all-reduce does; with
+    all-reduce, and in a single process, that makes a different optimizer than Adam. Both can be set per group.
+
+    κ = 1 is `torch.optim.Adam`, by torch's own functions and bit by bit, and so is `betas[0] = 0`, which leaves no
+    momentum to tell signal from noise by. `foreach` and `fused` choose the implementation as in torch while κ = 1,
+    otherwise see Note [When the native kernels run]. amsgrad is refused.
+
+    State of a parameter: `exp_avg`, `exp_avg_sq` and `step` as in torch's Adam, so checkpoints load in both
+    directions; `signal_sq` (q), and `signal_since` (the value of `step` when q began). After a checkpoint of Adam
+    was loaded, or κ was 1, q starts anew: the steps are Adam's until q holds a tenth of its memory, and then the
+    correction grows with it (σ² times (1 − β2^t') / (1 − β2^t), t' being q's own count of steps).
+    """
+
+    # Note [Why c is constant]
+    #     After t steps the share of noise in m̂ is not c but c_t = (1 − β1)(1 + β1^t) / ((1 + β1)(1 − β1^t)), which
+    #     is 1 at the first step, so Q holds more noise than c says, and σ² is underestimated for about 1 / (1 − β2)
+    #     steps. Dividing by 1 − (the mean of c_t in Q) removes that bias and trains worse: the estimates of the
+    #     first steps are the least certain, and a wrong one costs up to sqrt(κ) times too large a step. With the
+    #     constant, the first step is exactly Adam's and the correction fades in. Measured: docs/optimizers.md.
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        replicas: float | None = None,
+        discount: float = 1.0,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "replicas": replicas,
+            "discount": discount,
+            "foreach": foreach,
+            "fused": fused,
+            "maximize": maximize,
+        }
+        self._replicas = 1.0
+        super().__init__(params, defaults)
+
+    @property
+    def replicas(self) -> float:
+        """The number of replicas in the job, for the groups that do not fix their own."""
+        return self._replicas
+
+    def set_replicas(self, replicas: float) -> None:
+        """Set the number of replicas in the job; `decentralize` and elastic jobs call this.
+
+        Groups with a `replicas` of their own keep it. The number is not a part of `state_dict()`: a run that is
+        resumed with another number of workers has another one.
+        """
+        _check_replicas(replicas)
+        self._replicas = float(replicas)
+
+    def kappa(self, group: Group) -> float:
+        """κ of a parameter group: the number of gradients whose mean the group's second moment describes."""
+        own = group["replicas"]
+        return float((self._replicas if own is None else own) * group["discount"])
+
+    def noise_to_signal(self) -> float | None:
+        """Estimate Σσ² / Σμ² over all parameters that have a `signal_sq`; None if there is nothing to tell.
+
+        Times the local batch size this is the noise scale of the task: the number of samples whose gradients must
+        be averaged for signal and noise to be equal. A job with much fewer samples per step than that gains from
+        all-reduce's averaging, and from the correction.
+        """
+        noise = signal = 0.0
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state.get(param, {})
+                if "signal_sq" not in state:
+                    continue
+                step = float(state["step"])
+                made = self._corrected(group, step, state["signal_since"], kappa=math.inf)
+                if made.b == 0:
+                    continue
+                tensors = [state["exp_avg_sq"], state["signal_sq"]]
+                if hasattr(param, "to_local"):
+                    tensors = [t.to_local() for t in tensors]
+                v, q = (torch.view_as_real(t) if t.is_complex() else t for t in tensors)
+                squared = torch.clamp(v.double() * made.a + q.double() * made.b, min=0).minimum(v.double() * made.high)
+                signal += float(squared.sum())
+                noise += float((v.double() * made.high - squared).sum())
+        return noise / signal if signal > 0 else None
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Load a checkpoint of GossipAdam, or one of torch's Adam or AdamW.
+
+        The numbers of replicas stay as they are: they describe the present job.
+        """
+        own = [group["replicas"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, replicas in zip(self.param_groups, own, strict=True):
+            group["replicas"] = replicas
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_replicas": self._replicas}
+
+    def _check(self, group: Group) -> None:
+        super()._check(group)
+        if group.get("amsgrad"):
+            raise InputError(
+                "amsgrad is True, but the maximum of a noise-corrected second moment is not defined: leave amsgrad out."
+            )
+        if group["replicas"] is not None:
+            _check_replicas(group["replicas"])
+        if not _at_least_one(group["discount"]):
+            raise InputError(
+                f"discount is {group['discount']!r}, but it multiplies the number of replicas: pass a finite number "
+                "of at least 1."
+            )
+
+    def _step_group(self, group: Group) -> None:
+        members: Members = [(p, self._moments(p, group)) for p in group["params"] if p.grad is not None]
+        kappa = self.kappa(group)
+        if kappa == 1 or group["betas"][0] == 0:
+            for _, state in members:  # a q that misses steps would be wrong when κ grows again
+                state.pop("signal_sq", None)
+                state.pop("signal_since", None)
+            self._adam_step(members, group)
+            return
+        phases: dict[tuple[float, int], Members] = {}
+        for param, state in members:
+            if "signal_sq" not in state:
+                state["signal_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                state["signal_since"] = int(state["step"])
+            phases.setdefault((state["step"].item(), state["signal_since"]), []).append((param, state))
+        for (done, since), together in phases.items():
+            slots = [(slot(param, state, "signal_sq"), state["step"]) for param, state in together]
+            corrected = self._corrected(group, done + 1, since, kappa)
+            gossip_adam(slots, corrected, self._hyper(group, group["betas"]))
+        if members:
+            torch._foreach_add_([state["step"] for _, state in members], 1)
+
+    def _corrected(self, group: Group, step: float, since: int, kappa: float) -> Corrected:
+        beta1, beta2 = group["betas"]
+        unbias, unbias_q = 1 / (1 - beta2**step), 1 / (1 - beta2 ** (step - since))
+        memory = unbias / unbias_q
+        share = (1 - beta1) / (1 + beta1)
+        strength = (1 - 1 / kappa) * memory / (1 - share) if memory >= _MEMORY else 0.0
+        return Corrected(
+            step=step,
+            a=(1 - strength) * unbias,
+            b=strength * unbias_q,
+            low=unbias / kappa,
+            high=unbias,
+            square_rate=(1 - beta2) / (1 - beta1**step) ** 2,
+        )
+
+
+class GossipAdamW(GossipAdam):
+    """GossipAdam whose weight decay shrinks the parameters and stays out of the moments.
+
+    Every step x ← (1 − α λ) x comes before GossipAdam's update (Loshchilov and Hutter, ICLR 2019). κ = 1 is
+    `torch.optim.AdamW`, bit by bit.
+    """
+
+    decoupled = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        replicas: float | None = None,
+        discount: float = 1.0,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            replicas=replicas,
+            discount=discount,
+            foreach=foreach,
+            fused=fused,
+            maximize=maximize,
+        )
+
+
+def _at_least_one(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value < math.inf
+
+
+def _check_replicas(value: object) -> None:
+    if not _at_least_one(value):
+        raise InputError(f"replicas is {value!r}, but it counts replicas: pass a finite number of at least 1.")
