@@ -112,6 +112,80 @@ def test_boolean_and_half_buffers():
     assert [m.flag.tolist() for m in models] == [[False, False], [True, False], [False, False]]
 
 
+LAYOUTS = [[3], [2, 1], [1, 2, 1], [2, 2]]
+
+
+def with_buffer(per_node, values):
+    """Workers of one linear layer each, with buffer `mask` of their own."""
+    models = [nn.Linear(2, 2) for _ in values]
+    for model, value in zip(models, values, strict=True):
+        model.register_buffer("mask", value.clone())
+    cluster = gossamer.VirtualCluster(per_node=per_node)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    cluster.decentralize(models, optimizers, broadcast=False)
+    return cluster, models
+
+
+@pytest.mark.parametrize("per_node", LAYOUTS, ids=str)
+@pytest.mark.parametrize("equal", [True, False])
+def test_infinite_buffers_stay_infinite(per_node, equal):
+    """A causal mask: minus infinity minus itself would be NaN."""
+    values = [torch.full((3, 3), float("-inf")).triu(1) + (0 if equal else r) for r in range(sum(per_node))]
+    cluster, models = with_buffer(per_node, values)
+    mean = torch.stack(values).mean(0)
+    with cluster.averaged():
+        for model in models:
+            torch.testing.assert_close(model.mask, mean)
+    assert all(map(torch.equal, [m.mask for m in models], values))
+
+
+@pytest.mark.parametrize("per_node", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32]
+)
+def test_integer_buffers_of_every_dtype_are_exact(per_node, dtype):
+    top = 1 if dtype == torch.bool else torch.iinfo(dtype).max
+    least = 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    values = [
+        torch.tensor([top - (r != 1), least, least + (r == 0)], dtype=torch.int64).to(dtype)
+        for r in range(sum(per_node))
+    ]
+    cluster, models = with_buffer(per_node, values)
+    with cluster.averaged():
+        for model in models:
+            assert model.mask.dtype == dtype
+            assert model.mask.to(torch.int64).tolist() == [top, least, least + 1]
+
+
+def test_complex_buffers_are_averaged():
+    values = [torch.tensor([1 + 2j, 3j]) * (r + 1) for r in range(3)]
+    cluster, models = with_buffer([3], values)
+    with cluster.averaged():
+        for model in models:
+            torch.testing.assert_close(model.mask, torch.stack(values).mean(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_equal_buffers_do_not_travel_and_others_travel_once(dtype, monkeypatch):
+    """Bytes of the collective call: a checksum each for equal buffers, the buffers' own size for others."""
+    size, n = 4000, 4
+    jobs = []
+    for equal in (True, False):
+        values = [torch.ones(size, dtype=dtype) for _ in range(n)]
+        values[1][0] = 0 if not equal else 1
+        cluster, models = with_buffer([n], values)
+        start = cluster.hub.start
+        begun = []
+        monkeypatch.setattr(cluster.hub, "start", lambda *a, s=start, b=begun: (b.append(a[-1]), s(*a)))
+        with cluster.averaged():
+            models[0].mask.zero_()  # what the block writes is undone, also in buffers that are equal everywhere
+        assert all(map(torch.equal, [m.mask for m in models], values))
+        jobs.append(sum(sum(job.sent.values()) for job in begun))
+    own = size * torch.ones(1, dtype=dtype).element_size()
+    assert jobs[0] < 2000 * n
+    assert jobs[1] - jobs[0] == n * own * 2 * (n - 1) / n
+
+
 def test_nested_blocks():
     cluster, models, optimizers = start([3])
     train(models, optimizers, 2)

@@ -76,7 +76,7 @@ def test_the_mean_does_not_drift_while_workers_move(topology, per_node, wire):
     Workers take steps whose sum over the workers is zero. Each coordinate's mean then does a small random walk; a bias
     would move all coordinates the same way.
     """
-    steps, elements = 400, 64
+    steps, elements = 250, 64
     still = Still(per_node, elements, topology=topology, wire=wire)
     with torch.no_grad():
         for model, optimizer in zip(still.models, still.optimizers, strict=True):

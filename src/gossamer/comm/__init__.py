@@ -1,7 +1,18 @@
 """Moving bytes between workers: exchanges, wire formats, transports. The only importer of torch.distributed."""
 
 from gossamer.comm.deadline import Deadline
-from gossamer.comm.exchange import Batch, Exchange, Mixed, Scratch, arrived, correction, exchange, room_for
+from gossamer.comm.exchange import (
+    Batch,
+    Combine,
+    Exchange,
+    Mixed,
+    Scratch,
+    arrived,
+    correction,
+    exchange,
+    reduction,
+    room_for,
+)
 from gossamer.comm.gloo import GlooTransport
 from gossamer.comm.guards import inspected
 from gossamer.comm.local import Hub, LocalTransport
@@ -30,6 +41,7 @@ __all__ = [
     "Batch",
     "Channel",
     "ChannelId",
+    "Combine",
     "Counted",
     "Deadline",
     "Exchange",
@@ -66,6 +78,7 @@ __all__ = [
     "look",
     "node_name",
     "rank_and_size",
+    "reduction",
     "room_for",
     "send_state",
     "sharded_ranks",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +55,12 @@ class Mixed:
 
 
 Exchange = Generator[Batch, None, Mixed | None]
+
+
+class Combine(Protocol):
+    """`torch.add`, `torch.maximum` and the like."""
+
+    def __call__(self, a: Tensor, b: Tensor, /, *, out: Tensor) -> object: ...
 
 
 @dataclass
@@ -115,7 +122,9 @@ def exchange(program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Scra
     for step in program:
         value = x if step.source == "x" else result
         if step.kind == "reduce" and not step.wired:
-            yield from _reduce_inside(step, value, out)
+            yield from _reduce_inside(step, value, out, torch.add)
+            for own in step.own:
+                out[own.start : own.stop].div_(1 + len(step.recvs))  # Note [Why averages divide]
         elif step.kind == "reduce":
             means = yield from _reduce_across(step, value, wire, lossless, scratch)
         elif step.kind == "spread":
@@ -133,6 +142,28 @@ def correction(program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Sc
     if mixed is not None:
         mixed.out.sub_(x)
     return mixed
+
+
+def reduction(program: Program, x: Tensor, out: Tensor, combine: Combine, scratch: Scratch) -> Exchange:
+    """Combine all workers' `x` element by element (`torch.add`, `torch.maximum`), by the program of a uniform round.
+    Works in x's own dtype, and every worker gets the same bits."""
+    result = out[: x.numel()]
+    if program[0].kind != "reduce" or program[0].wired:
+        result.copy_(x)
+    for step in program:
+        value = x if step.source == "x" else result
+        if step.kind == "reduce" and not step.wired:
+            yield from _reduce_inside(step, value, out, combine)
+            continue
+        received = scratch.cut("recv", _sizes(step.recvs), x)
+        if step.kind in ("reduce", "swap"):
+            yield Batch(_views(step.sends, value), _named(step.recvs, received))
+            for p, got in zip(step.recvs, received, strict=True):
+                target = result[p.start : p.stop]
+                combine(target, got, out=target)
+        else:  # spread and gather: the result of the worker that owns the range
+            yield Batch(_views(step.sends, result), _views(step.recvs, result))
+    return Mixed(result)
 
 
 def arrived(scratch: Scratch) -> Exchange:
@@ -154,9 +185,9 @@ def _sizes(pieces: tuple[Piece, ...]) -> list[int]:
     return [p.stop - p.start for p in pieces]
 
 
-def _reduce_inside(step: Step, value: Tensor, out: Tensor) -> Generator[Batch, None, None]:
-    """The reduce-scatter inside a node: the neighbors' copies of my shard wait in the rest of `out`, which is free
-    until the gather."""
+def _reduce_inside(step: Step, value: Tensor, out: Tensor, combine: Combine) -> Generator[Batch, None, None]:
+    """The reduce-scatter inside a node. The other workers' copies of this worker's shard are received into the rest of
+    `out`, which is free until the gather."""
     slots: list[Tensor] = []
     if step.own:
         (mine,) = step.own
@@ -169,11 +200,10 @@ def _reduce_inside(step: Step, value: Tensor, out: Tensor) -> Generator[Batch, N
             position += each
     yield Batch(_views(step.sends, value), [(p.peer, s) for p, s in zip(step.recvs, slots, strict=True)])
     if step.own:
-        mean = out[mine.start : mine.stop]
-        torch.add(value[mine.start : mine.stop], slots[0], out=mean)
+        total = out[mine.start : mine.stop]
+        combine(value[mine.start : mine.stop], slots[0], out=total)
         for slot in slots[1:]:
-            mean.add_(slot)
-        mean.div_(1 + len(slots))  # Note [Why averages divide]
+            combine(total, slot, out=total)
 
 
 def _reduce_across(

@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Optimizer
 
 from gossamer.comm import ChannelId, Purpose, Transport, ddp_process_group, group_ranks, sharded_ranks, wire_named
 from gossamer.engine.asynchronous import AsyncLane
-from gossamer.engine.control import Control
+from gossamer.engine.averages import Control
 from gossamer.engine.elastic.gossip import ElasticGossip
 from gossamer.engine.elastic.lane import ElasticLane
 from gossamer.engine.flat import Bucket, Flat, cut, flatten, is_sharded, refuse_overlaps

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from gossamer.comm import Counted, Job, Plain, Transport, clock
-from gossamer.engine.buffers import averaged_buffers
-from gossamer.engine.control import Control
+from gossamer.engine.averages import Control, averaged_buffers
 from gossamer.engine.lane import Lane
 from gossamer.engine.policies import Settings
 from gossamer.errors import GossamerError, InputError
@@ -225,8 +224,9 @@ class Gossip:
 
     def _enter_average(self) -> Collective:
         means = yield from self._means()
-        buffers = []
+        buffers, kept = [], []
         if self.settings.buffers == "average":
+            kept = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
             buffers = yield from averaged_buffers(self.model, self.control)
         with torch.no_grad():
             for lane, outs in zip(self.lanes, means, strict=True):
@@ -234,7 +234,6 @@ class Gossip:
                     _exchange_contents(bucket.x, mean)
                 for flat in lane.flats:
                     flat.unpack()
-            kept = [(buffer, buffer.clone()) for buffer, _ in buffers]
             for buffer, value in buffers:
                 buffer.copy_(value)
 
@@ -254,11 +253,10 @@ class Gossip:
         means = yield from self._means()
         squared = torch.zeros(1, dtype=torch.float64)
         for lane, outs in zip(self.lanes, means, strict=True):
-            for value, mean in zip(lane.values(), outs, strict=True):
-                squared += float(torch.linalg.vector_norm(value - mean, dtype=torch.float64)) ** 2
-        job = self.control.average(squared)
-        yield [job]
-        return (float(Control.read(job, squared)) * self._shards) ** 0.5
+            for value, center in zip(lane.values(), outs, strict=True):
+                squared += float(torch.linalg.vector_norm(value - center, dtype=torch.float64)) ** 2
+        mean = yield from self.control.average(squared)
+        return (float(mean) * self._shards) ** 0.5
 
     def _watch_forward(self) -> None:
         """Tell forward from backward in the trace."""

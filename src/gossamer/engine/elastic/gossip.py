@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from gossamer.comm import Counted, Job, Membership, PeerError, Record, Unreachable, clock, layout_of, look
-from gossamer.engine.control import Control
+from gossamer.engine.averages import Control
 from gossamer.engine.elastic.attendance import Attendance
 from gossamer.engine.elastic.lane import ElasticLane, Meeting, Plans, meeting_stamp
 from gossamer.engine.elastic.state_transfer import StateTransfer
