@@ -21,14 +21,14 @@ from rich.console import Console
 
 import gossamer
 from gossamer.lab import CpuMeter, WorkerPool
-from gossamer.lab.emulate import Clock, EmulatedModel
+from gossamer.lab.emulate import EmulatedModel, PassTimer
 from gossamer.report.record import environment, write_record
 
 KINDS = ("plain", "ad-psgd", "a2cid2")
 WARM_UP = 8  # steps until the unit of time is agreed and exchanges have begun
 
 
-class Products(Clock):
+class Products(PassTimer):
     """Computes where the emulated model would sleep: the same products every step."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ def worker(rank: int, args: argparse.Namespace, model_mb: float, compute: float,
 
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    clock = Products() if computing and rank == 0 else Clock()
+    clock = Products() if computing and rank == 0 else PassTimer()
     samples = []
     for _ in range(args.repeats):
         block = {}

@@ -16,8 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from gossamer.cli.probe import _lab_worker as probe_worker
-from gossamer.lab.bench.run import Plan, run
-from gossamer.lab.bench.setup import Setup
+from gossamer.lab.bench import BenchPlan, Setup, run_bench
 from gossamer.predict.methods import parse
 from gossamer.predict.predict import predict
 from gossamer.predict.probed import cluster_from_probe
@@ -31,8 +30,8 @@ DDP_BUCKET_MB = 0.5  # DDP at its best in these settings
 
 def measure(setup: Setup, method: str, steps: int, repeats: int) -> dict[str, Any]:
     bucket = DDP_BUCKET_MB if method == "ddp" else None
-    plan = Plan(steps=steps, repeats=repeats, bucket_mb=bucket, sweep_steps=0)
-    found: dict[str, Any] = run(setup, [parse(method)], plan)["results"][0]
+    plan = BenchPlan(steps=steps, repeats=repeats, bucket_mb=bucket, sweep_steps=0)
+    found: dict[str, Any] = run_bench(setup, [parse(method)], plan)["results"][0]
     return found
 
 

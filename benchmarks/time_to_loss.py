@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gossamer.lab import Cluster, CpuMeter
+from gossamer.lab import CpuMeter, LabCluster
 from gossamer.lab.bench.setup import Setup
-from gossamer.lab.bench.task import Lesson, curve, learn, time_to
+from gossamer.lab.bench.time_to_loss import LearningRun, curve, learn, time_to
 from gossamer.predict.methods import Method, parse_list
 from gossamer.report.plots import draw_loss
 from gossamer.report.record import environment, write_record
@@ -24,9 +24,9 @@ def best_rate(method: Method, setup: Setup, args: argparse.Namespace) -> tuple[f
     """The learning rate with the lowest final loss, and the search."""
     still = tuple((0.0,) * args.search_steps for _ in range(setup.n))
     tried = []
-    with Cluster(per_node=setup.per_node, network="loopback") as cluster, cluster.pool(timeout=600) as pool:
+    with LabCluster(per_node=setup.per_node, network="loopback") as cluster, cluster.pool(timeout=600) as pool:
         for lr in args.lr:
-            told = pool.run(learn, Lesson(method, lr, still, args.width, args.batch, args.seed))
+            told = pool.run(learn, LearningRun(method, lr, still, args.width, args.batch, args.seed))
             tried.append({"lr": lr, "final_loss": told[0]["final"]})
             print(f"{method}: lr {lr:g}: loss {told[0]['final']:.4f}", flush=True)
     return min(tried, key=lambda t: t["final_loss"])["lr"], tried
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results, curves = [], {}
     with setup.cluster() as cluster, cluster.pool(timeout=7200) as pool:
         for method in methods:
-            lesson = Lesson(method, rates[method][0], columns, args.width, args.batch, args.seed, args.bucket_mb)
+            lesson = LearningRun(method, rates[method][0], columns, args.width, args.batch, args.seed, args.bucket_mb)
             with CpuMeter() as cpu:
                 told = pool.run(learn, lesson)
             curves[str(method)] = curve(told)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from gossamer.cli import main
-from gossamer.lab import Cluster, why_unavailable
-from gossamer.lab.chaos.carry_out import carry_out
+from gossamer.lab import LabCluster, why_unavailable
+from gossamer.lab.chaos import ChaosConfig
+from gossamer.lab.chaos.job import run_job
 from gossamer.lab.chaos.plan import Fault
-from gossamer.lab.chaos.run import Chaos
 from gossamer.lab.chaos.verdict import leaks, rejoins
 from gossamer.lab.chaos.worker import final_loss, train
 
@@ -18,10 +18,10 @@ NETWORK = "loopback" if why_unavailable() else "namespaces"
 
 def test_rank_0_is_killed_and_another_leaves_and_both_places_are_filled(tmp_path):
     plan = [Fault(2.0, "kill", (0,), 3.5), Fault(7.0, "join", (3,), 8.5)]
-    chaos = Chaos(per_node=(2, 2), seconds=14.0, faults=0, compute=0.1, network=NETWORK, link=None, timeout=50.0)
+    chaos = ChaosConfig(per_node=(2, 2), seconds=14.0, faults=0, compute=0.1, network=NETWORK, link=None, timeout=50.0)
     with chaos.cluster() as cluster, cluster.directory() as address:
         job = chaos.job(tmp_path, seed=0, seconds=chaos.seconds)
-        ran = carry_out(cluster, job, train, plan, env={"GOSSAMER_DIRECTORY": address})
+        ran = run_job(cluster, job, train, plan, env={"GOSSAMER_DIRECTORY": address})
     assert ran.began
     assert ran.hung == []
     assert ran.ended == [], "nobody ended who was not told to"
@@ -60,4 +60,4 @@ def test_the_command_tells_and_records_a_verdict(tmp_path, capsys):
 
 def test_a_cluster_must_be_up():
     with pytest.raises(Exception, match="not up"):
-        Cluster(2, 1, network="loopback").pool()
+        LabCluster(2, 1, network="loopback").pool()

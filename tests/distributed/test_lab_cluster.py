@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossamer.lab import Cluster, LabUnavailable, WorkerFailed, clean_up, why_unavailable
+from gossamer.lab import LabCluster, LabUnavailable, WorkerFailed, clean_up, why_unavailable
 from gossamer.lab import cluster as cluster_module
 from gossamer.lab.namespaces import NETNS, leftovers
 
@@ -42,7 +42,7 @@ def fail(rank: int) -> None:
     raise RuntimeError("no luck")
 
 
-def names_of(cluster: Cluster) -> set[str]:
+def names_of(cluster: LabCluster) -> set[str]:
     space = cluster._namespaces
     assert space is not None
     return {space.hub, *space.names}
@@ -56,7 +56,7 @@ class TestNamespaces:
     pytestmark = lab
 
     def test_bandwidth_is_the_asked_one_and_nothing_is_dropped(self):
-        with Cluster(3, 1, link="40mbit", links={(0, 2): "10mbit", (1, 2): "80mbit"}) as cluster:
+        with LabCluster(3, 1, link="40mbit", links={(0, 2): "10mbit", (1, 2): "80mbit"}) as cluster:
             measured = dict(cluster.measured)
         asked = {(0, 1): 40e6, (0, 2): 10e6, (1, 2): 80e6}
         assert set(measured) == {*asked, *((b, a) for a, b in asked)}
@@ -67,7 +67,7 @@ class TestNamespaces:
         assert cluster.describe()["network"] == "namespaces"
 
     def test_gloo_reduces_over_the_links_and_the_kernel_counts_the_bytes(self):
-        with Cluster(2, [2, 1], link="100mbit", check=False) as cluster:
+        with LabCluster(2, [2, 1], link="100mbit", check=False) as cluster:
             assert cluster.run(all_reduce, 100_000) == [[3.0, 3.0]] * 3
             traffic = cluster.traffic()
         assert cluster.dropped == 0
@@ -75,17 +75,17 @@ class TestNamespaces:
         assert all(node["sent"] < 2_000_000 for node in traffic)
 
     def test_workers_see_their_nodes_network_only(self):
-        with Cluster(2, 1, check=False) as cluster:
+        with LabCluster(2, 1, check=False) as cluster:
             assert cluster.run(interfaces) == [({"lo", "lab0"}, "lab0", "10.77.0.1")] * 2
 
     def test_intra_node_traffic_does_not_touch_the_link(self):
-        with Cluster(2, [2, 1], link="1mbit", check=False) as cluster:
+        with LabCluster(2, [2, 1], link="1mbit", check=False) as cluster:
             cluster.run(pairs_inside_node, 1_000_000, timeout=30)
             assert cluster.traffic()[0]["sent"] < 100_000
 
     def test_two_clusters_at_once_and_no_trace_afterwards(self):
-        with Cluster(2, check=False) as first:
-            with Cluster(2, check=False) as second:
+        with LabCluster(2, check=False) as first:
+            with LabCluster(2, check=False) as second:
                 ours = names_of(first) | names_of(second)
                 assert len(ours) == 6
                 assert ours <= existing()
@@ -95,7 +95,7 @@ class TestNamespaces:
 
     def test_no_trace_after_a_failure(self):
         ours = set()
-        with pytest.raises(WorkerFailed, match="no luck"), Cluster(2, check=False) as cluster:  # noqa: PT012
+        with pytest.raises(WorkerFailed, match="no luck"), LabCluster(2, check=False) as cluster:  # noqa: PT012
             ours |= names_of(cluster)
             cluster.run(fail)
         assert ours
@@ -105,7 +105,7 @@ class TestNamespaces:
         monkeypatch.setattr(cluster_module, "measure", lambda *_: 1.0)
         before = existing()
         refused = pytest.raises(LabUnavailable, match=r"from node 0 to node 1 carries .* instead of 50mbit")
-        with refused, Cluster(2, link="50mbit"):
+        with refused, LabCluster(2, link="50mbit"):
             pass
         mine = {n for n in existing() - before if n.startswith(f"gsm-{os.getpid()}-")}
         assert not mine
@@ -116,12 +116,12 @@ class TestNamespaces:
         script.write_text(
             textwrap.dedent("""
             import signal, time
-            from gossamer.lab import Cluster
+            from gossamer.lab import LabCluster
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
             def sleep(rank):
                 time.sleep(600)
             if __name__ == "__main__":
-                with Cluster(2, link="10mbit", check=False) as cluster:
+                with LabCluster(2, link="10mbit", check=False) as cluster:
                     print(*cluster._namespaces.names, flush=True)
                     cluster.run(sleep, timeout=600)
             """)
@@ -142,7 +142,7 @@ class TestNamespaces:
             launcher.stdout.close()
         if number == signal.SIGKILL:
             assert names <= set(leftovers())
-            with Cluster(2, check=False):  # the next start cleans up
+            with LabCluster(2, check=False):  # the next start cleans up
                 assert not names & existing()
         assert not names & existing()
         assert not names & set(clean_up())
@@ -159,19 +159,19 @@ def pairs_inside_node(rank: int, numel: int) -> None:
 
 
 def test_paced_workers_are_told_the_rates():
-    with Cluster(2, link="8mbit", network="paced") as cluster:
+    with LabCluster(2, link="8mbit", network="paced") as cluster:
         assert cluster.run(pace) == ['{"nodes": [0, 1], "link": 8000000.0, "links": {}}'] * 2
 
 
 def test_loopback_cluster_runs_anywhere():
-    with Cluster(2, [1, 2], network="loopback") as cluster:
+    with LabCluster(2, [1, 2], network="loopback") as cluster:
         assert cluster.run(all_reduce, 10) == [[3.0, 3.0]] * 3
         assert cluster.stats is not None
         assert cluster.describe()["network"] == "loopback"
 
 
 def test_persistent_workers_end_with_the_cluster():
-    with Cluster(1, 2, network="loopback") as cluster:
+    with LabCluster(1, 2, network="loopback") as cluster:
         pool = cluster.pool()
         pool.run(all_reduce, 10)
         pids = list(pool.pids)

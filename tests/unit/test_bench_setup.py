@@ -7,7 +7,7 @@ from gossamer.cli import main
 from gossamer.errors import InputError
 from gossamer.lab.bench import run as bench
 from gossamer.lab.bench import setup as bench_setup
-from gossamer.lab.bench.run import Plan, expected
+from gossamer.lab.bench.run import BenchPlan, expected
 from gossamer.lab.bench.setup import Setup, bucket_sizes, dilated, parse_links, why_not
 from gossamer.predict.cluster import load
 from gossamer.predict.methods import parse
@@ -91,27 +91,27 @@ def test_links_as_text():
 def test_asynchronous_methods_have_no_buckets_to_sweep():
     assert bucket_sizes(parse("ad-psgd:ring"), Setup()) == (None,)
     methods = [parse("ddp"), parse("a2cid2:ring")]
-    sweep, none, one = Plan(), Plan(sweep_steps=0), Plan(bucket_mb=0.5)
+    sweep, none, one = BenchPlan(), BenchPlan(sweep_steps=0), BenchPlan(bucket_mb=0.5)
     assert [len(sweep.runs(m, Setup())) for m in methods] == [4 + 3, 3]
     assert [none.sizes(m, Setup()) for m in methods] == [(25.0,), (None,)]
     assert [one.sizes(m, Setup()) for m in methods] == [(0.5,), (0.5,)]
 
 
 def test_the_expected_time_is_runs_times_steps_at_their_limit():
-    setup, plan = Setup(), Plan(steps=20, repeats=3, bucket_mb=0.5)
+    setup, plan = Setup(), BenchPlan(steps=20, repeats=3, bucket_mb=0.5)
     start = 2 + 2 * 4e6 * 8 / 50e6  # a run's own, and the model on its way to all nodes
     ring = 2 * 7 / 8 * 4e6 * 8 / 50e6
     assert expected(setup, [parse("ddp"), parse("dadam:aer")], plan) == (
         6,
         pytest.approx(3 * 25 * ring + 3 * 25 * 0.4 + 6 * start),
     )
-    timed = Plan(seconds=30.0, repeats=2, bucket_mb=0.5)
+    timed = BenchPlan(seconds=30.0, repeats=2, bucket_mb=0.5)
     assert expected(setup, [parse("dadam:aer")], timed) == (2, pytest.approx(2 * (30 + 5 * 0.4 + start)))
 
 
 def test_a_worker_s_patience_grows_with_the_run():
     def patience(**plan):
-        made = bench._Bench(Setup(), Plan(**plan), None, None)
+        made = bench._Bench(Setup(), BenchPlan(**plan), None, None)
         return made.task(parse("dadam:aer"), None).timeout
 
     step = 0.4 + 2 * 4e6 * 8 / 50e6
@@ -128,7 +128,7 @@ def test_presets_take_about_ten_minutes_unless_told_otherwise(monkeypatch, capsy
         seen.append((plan, expected(setup, methods, plan)))
         raise InputError("enough")
 
-    monkeypatch.setattr(bench, "run", stop)
+    monkeypatch.setattr("gossamer.lab.bench.run_bench", stop)
     monkeypatch.setattr(bench_setup.importlib.util, "find_spec", lambda name: object())
     for arguments in ([], ["--steps", "33", "--repeats", "4"]):
         assert main(["bench", "--cluster", name, "--network", "paced", *arguments]) == 2
@@ -142,7 +142,7 @@ def test_presets_take_about_ten_minutes_unless_told_otherwise(monkeypatch, capsy
 @pytest.mark.parametrize("bad", [{"steps": 0}, {"repeats": 0}, {"seconds": 0.0}, {"bucket_mb": -1.0}, {"seed": -1}])
 def test_a_plan_refuses_nonsense(bad):
     with pytest.raises(InputError, match=str(next(iter(bad)))):
-        Plan(**bad)
+        BenchPlan(**bad)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from gossamer.lab.bench.setup import Setup
 from gossamer.lab.bench.stats import (
-    Traffic,
+    NodeTraffic,
     add_speedups,
     compute_seconds,
     ideal,
@@ -16,7 +16,7 @@ from gossamer.lab.bench.stats import (
     traffic,
     waiting,
 )
-from gossamer.lab.bench.task import curve, time_to
+from gossamer.lab.bench.time_to_loss import curve, time_to
 from gossamer.predict.methods import parse
 from gossamer.report.bench import draw_bars, invalid_note, markdown
 from gossamer.report.plots import draw_loss
@@ -96,9 +96,9 @@ def test_ddp_s_count_by_formula():
 
 def test_the_limit_is_compute_or_the_slowest_link():
     assert limit_seconds(SETUP, 0.1, None) == (0.1, "compute")
-    assert limit_seconds(SETUP, 0.1, Traffic(2e5, 1e5, {}, "kernel")) == (pytest.approx(0.2), "link")
+    assert limit_seconds(SETUP, 0.1, NodeTraffic(2e5, 1e5, {}, "kernel")) == (pytest.approx(0.2), "link")
     slow = Setup(per_node=(1, 1, 1), link="8mbit", links={(0, 2): "1mbit"}, compute=0.1)
-    moved = Traffic(1e5, 1e5, {(2, 0): 5e4, (0, 1): 5e4}, "engine")
+    moved = NodeTraffic(1e5, 1e5, {(2, 0): 5e4, (0, 1): 5e4}, "engine")
     assert limit_seconds(slow, 0.1, moved) == (pytest.approx(0.4), "link 2-0")
 
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from gossamer.lab.chaos.carry_out import Done, Ran
-from gossamer.lab.chaos.log import Life, Reader
+from gossamer.lab.chaos.job import CarriedOut, JobRecord
+from gossamer.lab.chaos.log import LogReader, ProcessLog
 from gossamer.lab.chaos.plan import Fault
 from gossamer.lab.chaos.verdict import back_at, false_drops, flatness, leaks, loss_bound, problems, rejoins, stalls
 
@@ -15,15 +15,15 @@ BEGIN = 1000.0
 
 
 def life(rank, times, *, generation=0, members=(), compute=0.1):
-    made = Life(rank, generation)
+    made = ProcessLog(rank, generation)
     made.steps = [(BEGIN + t, k, compute, 1.0) for k, t in enumerate(times)]
     made.members = [(BEGIN + t, epoch, tuple(ranks)) for t, epoch, ranks in members]
     return made
 
 
 def ran(lives, *faults, seconds=100.0):
-    made = Ran(BEGIN, seconds, lives=lives)
-    made.done = [Done(f, f.at, f.until) for f in faults]
+    made = JobRecord(BEGIN, seconds, lives=lives)
+    made.done = [CarriedOut(f, f.at, f.until) for f in faults]
     return made
 
 
@@ -181,7 +181,7 @@ def test_the_reader_follows_a_file_and_waits_for_whole_lines(tmp_path):
         {"t": 1.3, "rss": 5, "file_descriptors": 6, "threads": 7},
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    reader = Reader(tmp_path)
+    reader = LogReader(tmp_path)
     path.write_text(text[:-5])
     reader.update()
     made = reader.lives[2, 1]

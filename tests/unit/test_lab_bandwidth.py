@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gossamer.lab import Cluster, LabUnavailable
+from gossamer.lab import LabCluster, LabUnavailable
 from gossamer.lab import cluster as cluster_module
 from gossamer.lab.bandwidth import batches
 
@@ -29,26 +29,26 @@ def network(monkeypatch):
 
 def test_both_directions_of_a_ring_and_of_every_pair_with_a_rate_of_its_own(network):
     own = {pair: "10mbit" for pair in combinations(range(4), 2) if pair != (0, 1)}
-    with Cluster(4, link="50mbit", links={**own, (1, 3): None}) as cluster:
+    with LabCluster(4, link="50mbit", links={**own, (1, 3): None}) as cluster:
         assert cluster.measured.pop((0, 1)) == cluster.measured.pop((1, 0)) == 50e6
         assert set(cluster.measured) == {w for a, b in own if (a, b) != (1, 3) for w in ((a, b), (b, a))}
         assert set(cluster.measured.values()) == {10e6}
 
 
 def test_a_plain_ring_names_every_node_twice_each_way(network):
-    with Cluster(5, link="50mbit") as cluster:
+    with LabCluster(5, link="50mbit") as cluster:
         assert set(cluster.measured) == {w for a in range(5) for w in ((a, (a + 1) % 5), ((a + 1) % 5, a))}
 
 
 def test_one_slow_direction_is_looked_at_longer_and_refused(network):
     network.reached[2, 1] = 20e6
     with pytest.raises(LabUnavailable, match="from node 2 to node 1 carries 20mbit instead of 50mbit"):
-        Cluster(4, link="50mbit").__enter__()
+        LabCluster(4, link="50mbit").__enter__()
     assert [look for look in network.looks if look[:2] == (2, 1)] == [(2, 1, s) for s in (0.25, 0.5, 1.0)]
 
 
 def test_free_links_and_single_nodes_are_not_measured(network):
-    for cluster in (Cluster(3), Cluster(1, link="50mbit")):
+    for cluster in (LabCluster(3), LabCluster(1, link="50mbit")):
         with cluster:
             assert not network.looks
 

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from gossamer import InputError
-from gossamer.lab import Cluster, LabUnavailable, format_rate, namespaces, parse_rate
-from gossamer.lab.shaping import Links, shape
+from gossamer.lab import LabCluster, LabUnavailable, format_rate, namespaces, parse_rate
+from gossamer.lab.shaping import LinkRates, shape
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_nonsense_rates_are_refused_in_one_sentence(rate):
 )
 def test_impossible_clusters_are_refused(arguments):
     with pytest.raises(InputError):
-        Cluster(**arguments)
+        LabCluster(**arguments)
 
 
 def test_links_hold_in_both_directions():
-    links = Links.parse(4, "50mbit", {(3, 0): "10mbit", (1, 2): None})
+    links = LinkRates.parse(4, "50mbit", {(3, 0): "10mbit", (1, 2): None})
     assert links.rate(0, 3) == links.rate(3, 0) == 10e6
     assert links.rate(2, 1) is None
     assert links.rate(0, 1) == 50e6
@@ -85,15 +85,15 @@ def test_guaranteed_rates_do_not_exceed_the_link():
 
 
 def test_pacing_tells_the_transport_the_rates():
-    with Cluster(2, [2, 1], link="8mbit", links={(0, 1): "1mbit"}, network="paced") as cluster:
+    with LabCluster(2, [2, 1], link="8mbit", links={(0, 1): "1mbit"}, network="paced") as cluster:
         assert cluster.pacing == {"nodes": [0, 0, 1], "link": 8e6, "links": {"0-1": 1e6}}
         assert cluster.describe()["network"] == "paced"
         assert cluster.traffic() is None
 
 
 def test_a_cluster_that_is_not_up_says_so():
-    with pytest.raises(InputError, match="with Cluster"):
-        Cluster(2, network="loopback").run(print)
+    with pytest.raises(InputError, match="with LabCluster"):
+        LabCluster(2, network="loopback").run(print)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_cluster_that_is_not_up_says_so():
 def test_where_it_cannot_work_one_sentence_says_why(monkeypatch, target, value, words):
     monkeypatch.setattr(f"gossamer.lab.namespaces.{target}", value)
     assert words in namespaces.why_unavailable()
-    with pytest.raises(LabUnavailable, match="paced"), Cluster(2, link="1mbit"):
+    with pytest.raises(LabUnavailable, match="paced"), LabCluster(2, link="1mbit"):
         pass
 
 

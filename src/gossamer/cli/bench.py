@@ -16,7 +16,7 @@ from gossamer.cli.output import finite, print_json, print_rich, table
 from gossamer.errors import InputError
 
 if TYPE_CHECKING:
-    from gossamer.lab.bench.setup import Setup
+    from gossamer.lab.bench import Setup
     from gossamer.predict.methods import Method
 
 app = command_app()
@@ -79,8 +79,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure step times of methods beside each other, on nodes and links made on this machine."""
-    from gossamer.lab.bench.run import SWEEP_STEPS, Plan, expected, run
-    from gossamer.lab.bench.setup import BUCKETS
+    from gossamer.lab.bench import BUCKETS, SWEEP_STEPS, BenchPlan, expected, run_bench
     from gossamer.predict.methods import parse_list
     from gossamer.report.plots import check_matplotlib, check_output
     from gossamer.report.record import environment
@@ -92,7 +91,7 @@ def bench(
         check_matplotlib()
     options = {"staleness": staleness, "every": every}
     small = cluster is None
-    plan = Plan(
+    plan = BenchPlan(
         steps=steps if steps is not None else STEPS if small else CLUSTER_STEPS,
         repeats=repeats if repeats is not None else REPEATS if small else CLUSTER_REPEATS,
         seconds=seconds,
@@ -108,7 +107,7 @@ def bench(
         print(_duration(*expected(setup, chosen, plan)), file=sys.stderr)
     machine = environment()  # before: the load that others cause
     with _progress(quiet=as_json) as tell:
-        measured = run(setup, chosen, plan, tell)
+        measured = run_bench(setup, chosen, plan, tell)
     data = finite({**measured, "environment": machine})
     if note:
         data["cluster"]["note"] = note
@@ -133,7 +132,7 @@ def _setup(
 ) -> tuple[Setup, str]:
     """What to run on, and a note where that is not what was asked for."""
     from gossamer.cli.simulate import cluster_from
-    from gossamer.lab.bench.setup import Setup, dilated, parse_links
+    from gossamer.lab.bench import Setup, dilated, parse_links
     from gossamer.lab.namespaces import why_unavailable
     from gossamer.lab.shaping import parse_rate
 
@@ -189,7 +188,7 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
 def _write(
     data: dict[str, Any], chosen: tuple[Method, ...], plot: Path | None, trace: Path | None, out: Path | None
 ) -> None:
-    from gossamer.lab.bench.run import timeline, trace_folder
+    from gossamer.lab.bench import timeline, trace_folder
     from gossamer.report.bench import draw_bars, invalid_note, markdown
     from gossamer.report.plots import draw_timeline
     from gossamer.report.record import write_record
@@ -209,7 +208,7 @@ def _shown(data: dict[str, Any], setup: Setup) -> Iterator[Any]:
     """The table for people, and what they must know to read it."""
     from rich.text import Text  # a method's colons are no emoji
 
-    from gossamer.lab.bench.setup import format_links
+    from gossamer.lab.bench import format_links
     from gossamer.report.bench import ideal_words
 
     where = data["cluster"]

@@ -16,7 +16,7 @@ from gossamer.cli.output import finite, print_json, print_rich, table
 from gossamer.errors import InputError
 
 if TYPE_CHECKING:
-    from gossamer.lab.chaos.run import Chaos
+    from gossamer.lab.chaos import ChaosConfig
 
 app = command_app()
 
@@ -54,7 +54,7 @@ def chaos(
     as_json: Json = False,
 ) -> None:
     """Train while workers are killed, stopped, cut off, slowed down and replaced; exit code 1 if the job suffers."""
-    from gossamer.lab.chaos.run import Chaos, run
+    from gossamer.lab.chaos import ChaosConfig, run_chaos
     from gossamer.lab.namespaces import why_unavailable
     from gossamer.lab.shaping import parse_rate
     from gossamer.report.plots import check_matplotlib, check_output
@@ -70,7 +70,7 @@ def chaos(
     reason = why_unavailable() if network is None else None
     per_node = per_node if per_node is not None else "2"
     nodes = nodes if nodes is not None or "," in per_node else "4"
-    asked = Chaos(
+    asked = ChaosConfig(
         per_node=tuple(layout_from(nodes, per_node, None).per_node),
         seconds=seconds,
         faults=faults,
@@ -91,7 +91,7 @@ def chaos(
         print(f"gossamer: {note}", file=sys.stderr)
     machine = environment()
     with _progress(quiet=as_json) as tell:
-        data = finite({**run(asked, tell), "environment": machine})
+        data = finite({**run_chaos(asked, tell), "environment": machine})
     _write(data, plot, out)
     if as_json:
         shown = {k: v for k, v in data.items() if k not in RAW}
@@ -161,7 +161,7 @@ def _without_samples(memory: dict[str, Any]) -> dict[str, Any]:
     return {**memory, "workers": [{k: v for k, v in w.items() if k != "samples"} for w in memory["workers"]]}
 
 
-def _shown(data: dict[str, Any], asked: Chaos) -> Iterator[Any]:
+def _shown(data: dict[str, Any], asked: ChaosConfig) -> Iterator[Any]:
     from rich.text import Text
 
     from gossamer.report.chaos import ddp_sentence

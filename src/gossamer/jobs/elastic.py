@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gossamer.errors import GossamerError, InputError
 
 if TYPE_CHECKING:
-    from gossamer.lab import Cluster, Worker, WorkerPool
+    from gossamer.lab import LabCluster, Worker, WorkerPool
     from gossamer.recipes.config import RunConfig
     from gossamer.recipes.loop import Row
 
@@ -31,7 +31,7 @@ def work(rank: int, folder: str, resume: bool) -> dict[str, Any]:
 
 
 def run_elastic(
-    lab: Cluster,
+    lab: LabCluster,
     config: RunConfig,
     folder: Path,
     resume: bool,

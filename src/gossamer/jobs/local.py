@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from gossamer.lab import Cluster as Lab
-    from gossamer.lab import WorkerPool
+    from gossamer.lab import LabCluster, WorkerPool
     from gossamer.predict.methods import Method
     from gossamer.recipes.config import RunConfig
     from gossamer.recipes.graceful_stop import StopHere
@@ -238,15 +237,14 @@ def following(path: Path, watch: Callable[[Row], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lab_for(per_node: Sequence[int], link: str | None) -> Iterator[Lab]:
+def lab_for(per_node: Sequence[int], link: str | None) -> Iterator[LabCluster]:
     """Local workers: on shaped links if a rate is given and this machine can, else paced by the transport."""
-    from gossamer.lab import Cluster as Lab
-    from gossamer.lab import why_unavailable
+    from gossamer.lab import LabCluster, why_unavailable
 
     if link is None:
-        lab = Lab(per_node=list(per_node), network="loopback")
+        lab = LabCluster(per_node=list(per_node), network="loopback")
     else:
-        lab = Lab(per_node=list(per_node), link=link, network="paced" if why_unavailable() else "namespaces")
+        lab = LabCluster(per_node=list(per_node), link=link, network="paced" if why_unavailable() else "namespaces")
     with lab:
         yield lab
 

@@ -13,7 +13,7 @@ from gossamer.errors import GossamerWarning, InputError
 from gossamer.lab.bandwidth import Way, batches, measure
 from gossamer.lab.cpu import RunStats
 from gossamer.lab.namespaces import BRIDGE, DEVICE, LabUnavailable, Namespaces, clean_up, why_unavailable
-from gossamer.lab.shaping import HUB_ADDRESS, Links, address, format_rate, parse_rate
+from gossamer.lab.shaping import HUB_ADDRESS, LinkRates, address, format_rate, parse_rate
 from gossamer.lab.workers.placement import Node, check_per_node
 from gossamer.lab.workers.pool import WorkerPool
 
@@ -23,10 +23,10 @@ LOOK, LONGER_LOOKS = 0.25, (0.5, 1.0)  # seconds that a link is measured at the 
 TOLERANCE = 0.2
 
 
-class Cluster:
+class LabCluster:
     """Nodes joined by links of a given rate, on this machine, for as long as the context lasts.
 
-        with Cluster(nodes=4, per_node=2, link="50mbit", links={(0, 3): "10mbit"}) as cluster:
+        with LabCluster(nodes=4, per_node=2, link="50mbit", links={(0, 3): "10mbit"}) as cluster:
             results = cluster.run(fn, 1, 2)          # fn(rank, 1, 2) on 8 fresh workers, results by rank
             with cluster.pool() as pool: ...         # or workers that stay
 
@@ -51,7 +51,7 @@ class Cluster:
         self.per_node = _check_nodes(nodes, per_node)
         if network not in ("namespaces", "paced", "loopback"):
             raise InputError(f"network must be namespaces, paced or loopback, got {network!r}; see docs/lab.md")
-        self.links = Links.parse(len(self.per_node), link, links)
+        self.links = LinkRates.parse(len(self.per_node), link, links)
         if network == "loopback" and (self.links.default or self.links.pairs):
             raise InputError("loopback has no link rates; leave link and links out, or use namespaces or paced")
         self.network: Network = network
@@ -84,7 +84,7 @@ class Cluster:
         pairs = {f"{a}-{b}": rate for (a, b), rate in self.links.pairs.items()}
         return {"nodes": where, "link": self.links.default, "links": pairs}
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> LabCluster:
         if self.network == "namespaces":
             reason = why_unavailable()
             if reason is not None:
@@ -190,7 +190,7 @@ class Cluster:
 
     def _need_up(self) -> None:
         if not self._entered:
-            raise InputError("this cluster is not up; use it inside `with Cluster(...) as cluster:`")
+            raise InputError("this cluster is not up; use it inside `with LabCluster(...) as cluster:`")
 
     def _worker_env(self) -> dict[str, str]:
         return self.env if self.pacing is None else {**self.env, PACE: json.dumps(self.pacing)}

@@ -24,7 +24,7 @@ from gossamer.errors import InputError
 FORWARD = 1 / 3  # share of the compute time; the backward pass has the rest
 
 
-class Clock:
+class PassTimer:
     """Sleeps towards deadlines, so that overheads and late wake-ups do not add up over layers.
 
     A pass (forward or backward) starts at `begin`; layer i of L ends no earlier than (i + 1) / L of its time later.
@@ -113,7 +113,7 @@ class EmulatedModel(nn.Module):
         self.depth = layers
         self.seconds = tuple(times)
         self.gradient = gradient
-        self.clock = Clock()
+        self.clock = PassTimer()
         self.step = -1
         cuts = [numel * i // layers for i in range(layers + 1)]
         self.layers = nn.ModuleList(EmulatedLayer(cuts[i + 1] - cuts[i], i, self) for i in range(layers))

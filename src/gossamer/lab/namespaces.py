@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.errors import GossamerError
-from gossamer.lab.shaping import HUB_ADDRESS, Links, address, reshape, shape
+from gossamer.lab.shaping import HUB_ADDRESS, LinkRates, address, reshape, shape
 
 PREFIX = "gsm-"
 DEVICE = "lab0"  # the interface of a node, the same name in each namespace
@@ -93,7 +93,7 @@ def enter_namespace(name: str) -> None:
 class Namespaces:
     """One namespace a node, and one for the bridge that joins them."""
 
-    def __init__(self, nodes: int, links: Links) -> None:
+    def __init__(self, nodes: int, links: LinkRates) -> None:
         self.links = links
         self.tag = f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{next(_serial)}"
         self.hub = f"{self.tag}-hub"

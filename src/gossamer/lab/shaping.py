@@ -45,7 +45,7 @@ def format_rate(bits: float | None) -> str:
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkRates:
     """The rate of every node's link, and of pairs (a < b) that differ, in bits a second; None is no limit."""
 
     default: float | None
@@ -54,7 +54,7 @@ class Links:
     @classmethod
     def parse(
         cls, nodes: int, link: str | float | None, links: Mapping[tuple[int, int], str | float | None] | None
-    ) -> Links:
+    ) -> LinkRates:
         pairs: dict[tuple[int, int], float | None] = {}
         for pair, rate in (links or {}).items():
             good = isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(m, int) for m in pair)

@@ -1,6 +1,6 @@
 """Run methods beside each other in the lab: a sweep for everyone's best bucket size, then repeats in turn.
 
-    results = run(Setup(), parse_list("ddp,dadam:aer"), steps=20, repeats=3)
+    results = run_bench(Setup(), parse_list("ddp,dadam:aer"), steps=20, repeats=3)
 
 Repeats are interleaved (A B C, A B C, ...), so that the machine's noise hits all methods alike, and every method sees
 the same compute times.
@@ -26,8 +26,8 @@ from gossamer.lab.bench.stats import (
     step_seconds,
     summarize,
 )
-from gossamer.lab.bench.worker import Task, work
-from gossamer.lab.cluster import Cluster
+from gossamer.lab.bench.worker import MethodRun, work
+from gossamer.lab.cluster import LabCluster
 from gossamer.lab.cpu import usable_cores
 from gossamer.lab.workers import WorkerFailed, WorkerPool
 from gossamer.predict.compute import Table
@@ -42,7 +42,7 @@ Progress = Callable[[str, int, int], None]  # what is done now, how many runs ar
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class BenchPlan:
     """How to measure. `bucket_mb` spares the sweep; `seconds` runs each method for a time instead of `steps`."""
 
     steps: int = 20
@@ -89,16 +89,16 @@ class Plan:
 
 
 class _Bench:
-    def __init__(self, setup: Setup, plan: Plan, pool: WorkerPool, progress: Progress):
+    def __init__(self, setup: Setup, plan: BenchPlan, pool: WorkerPool, progress: Progress):
         self.setup, self.plan, self.pool, self.progress = setup, plan, pool, progress
         self.done = self.total = 0
         self.table = plan.table(setup)
         self.columns = tuple(tuple(map(float, column)) for column in self.table.T)
 
-    def task(self, method: Method, bucket_mb: float | None, **changes: Any) -> Task:
+    def task(self, method: Method, bucket_mb: float | None, **changes: Any) -> MethodRun:
         plan = self.plan
         options = plan.options if method.package == "gossamer" and method.algorithm != "ddp" else {}
-        made = Task(
+        made = MethodRun(
             method,
             self.setup,
             self.columns,
@@ -111,13 +111,13 @@ class _Bench:
         made = replace(made, **changes)
         return replace(made, timeout=self.patience(made))
 
-    def run(self, what: str, task: Task) -> list[dict[str, Any]]:
+    def run(self, what: str, task: MethodRun) -> list[dict[str, Any]]:
         self.progress(f"{task.method}: {what}", self.done, self.total)
         told = self.pool.run(work, task, timeout=2 * task.timeout)  # a worker says first whom it waits for
         self.done += 1
         return told
 
-    def patience(self, task: Task) -> float:
+    def patience(self, task: MethodRun) -> float:
         """Far longer than any method should need: compute and a whole all-reduce, one after the other, five times."""
         rates = [r for r in (self.setup.rates.default, *self.setup.rates.pairs.values()) if r is not None]
         step = float(self.table.max()) + (2 * self.setup.model_bytes * 8 / min(rates) if rates else 0.0)
@@ -138,11 +138,11 @@ class _Bench:
         return best["bucket_mb"], tried
 
 
-def run(
-    setup: Setup, methods: Sequence[Method], plan: Plan | None = None, progress: Progress = lambda *_: None
+def run_bench(
+    setup: Setup, methods: Sequence[Method], plan: BenchPlan | None = None, progress: Progress = lambda *_: None
 ) -> dict[str, Any]:
     """`{"results": [...], "cluster": {...}, ...}` of all methods; with `plan.trace` also one timeline a method."""
-    plan = plan or Plan()
+    plan = plan or BenchPlan()
     refused = _refused(setup, methods)
     with setup.cluster() as cluster, cluster.pool() as pool:
         results = _measure(_Bench(setup, plan, pool, progress), methods, refused)
@@ -150,7 +150,7 @@ def run(
     return _report(setup, plan, cluster, results)
 
 
-def expected(setup: Setup, methods: Sequence[Method], plan: Plan) -> tuple[int, float]:
+def expected(setup: Setup, methods: Sequence[Method], plan: BenchPlan) -> tuple[int, float]:
     """How many runs a benchmark has, and how many seconds they take at least: every step at its limit, DDP's by the
     bytes of a ring, gossip's by compute alone, and for every run its start and the model's way to all nodes."""
     refused, table, rate = _refused(setup, methods), plan.table(setup), setup.rates.default
@@ -223,7 +223,7 @@ def _may_refuse(method: Method, refused: dict[Method, str]) -> Iterator[None]:
         refused[method] = str(error.__cause__)
 
 
-def _report(setup: Setup, plan: Plan, cluster: Cluster, results: list[dict[str, Any]]) -> dict[str, Any]:
+def _report(setup: Setup, plan: BenchPlan, cluster: LabCluster, results: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "results": results,
         "cluster": {**cluster.describe(), **setup.describe()},

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gossamer.errors import InputError
-from gossamer.lab.cluster import Cluster, Network
+from gossamer.lab.cluster import LabCluster, Network
 from gossamer.lab.emulate import EmulatedModel
-from gossamer.lab.shaping import Links, format_rate
+from gossamer.lab.shaping import LinkRates, format_rate
 from gossamer.predict.cluster import Cluster as Description
 from gossamer.predict.compute import ComputeTime, Table, parse_jitter
 from gossamer.predict.methods import Method
@@ -64,12 +64,12 @@ class Setup:
         return 4 * round(self.model_mb * 1e6 / 4)
 
     @property
-    def rates(self) -> Links:
+    def rates(self) -> LinkRates:
         """In bits a second."""
-        return Links.parse(len(self.per_node), self.link, self.links)
+        return LinkRates.parse(len(self.per_node), self.link, self.links)
 
-    def cluster(self) -> Cluster:
-        return Cluster(per_node=self.per_node, link=self.link, links=self.links, network=self.network)
+    def cluster(self) -> LabCluster:
+        return LabCluster(per_node=self.per_node, link=self.link, links=self.links, network=self.network)
 
     def table(self, steps: int, seed: int) -> Table:
         """Compute times [steps, workers]; equal for all methods."""

@@ -15,10 +15,10 @@ from gossamer.lab.cpu import SATURATED
 from gossamer.predict.compute import Table
 from gossamer.predict.methods import WIRES, Method, parse
 
-Told = Sequence[Mapping[str, Any]]  # by rank, as `bench_worker.work` returns it
+Answers = Sequence[Mapping[str, Any]]  # by rank, as `bench_worker.work` returns it
 
 
-def step_seconds(told: Told, *, asynchronous: bool = False) -> float:
+def step_seconds(told: Answers, *, asynchronous: bool = False) -> float:
     """Seconds a step: from the moment the last worker had ended its warm-up until the last one was done.
 
     Where workers take different numbers of steps in a given time, over the mean number. Asynchronous workers have
@@ -30,7 +30,7 @@ def step_seconds(told: Told, *, asynchronous: bool = False) -> float:
     return float((end - begin) / max(1.0, statistics.fmean(t["steps"] for t in told)))
 
 
-def steps_per_second(told: Told) -> list[float]:
+def steps_per_second(told: Answers) -> list[float]:
     """Each worker's own rate."""
     return [t["steps"] / max(1e-9, t["end"] - t["begin"]) for t in told]
 
@@ -58,7 +58,7 @@ def ideal(table: Table) -> dict[str, float | None]:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class NodeTraffic:
     """Bytes a step. `busiest` is the most that any node's interface carries in one direction; `counted` says by whom:
     the kernel (headers included), Gossamer's counters (payload), or a formula (payload)."""
 
@@ -68,14 +68,14 @@ class Traffic:
     counted: str
 
 
-def traffic(method: Method, setup: Setup, told: Told) -> Traffic | None:
+def traffic(method: Method, setup: Setup, told: Answers) -> NodeTraffic | None:
     """What crossed between nodes; None where nothing counts it (a peer on loopback).
 
     A step is a worker's own, or, where each has its own pace, the mean one: `step_seconds` of its window.
     """
     nodes = [node for node, count in enumerate(setup.per_node) for _ in range(count)]
     if len(setup.per_node) == 1:
-        return Traffic(0.0, 0.0, {}, "one node")
+        return NodeTraffic(0.0, 0.0, {}, "one node")
     steps = [max(1.0, t["steps"]) for t in told]
     if method.asynchronous:
         step = step_seconds(told, asynchronous=True)
@@ -90,22 +90,24 @@ def traffic(method: Method, setup: Setup, told: Told) -> Traffic | None:
     firsts = [nodes.index(node) for node in range(len(setup.per_node))]
     if all(told[r]["interface"] is not None for r in firsts):
         ways = [[told[r]["interface"][way] / steps[r] for r in firsts] for way in ("sent", "received")]
-        return Traffic(max(max(w) for w in ways), statistics.fmean(ways[0]), dict(pairs), "kernel")
+        return NodeTraffic(max(max(w) for w in ways), statistics.fmean(ways[0]), dict(pairs), "kernel")
     if pairs:
         received: defaultdict[int, float] = defaultdict(float)
         for (_, node), size in pairs.items():
             received[node] += size
-        return Traffic(max(*sent.values(), *received.values()), statistics.fmean(sent.values()), dict(pairs), "engine")
+        return NodeTraffic(
+            max(*sent.values(), *received.values()), statistics.fmean(sent.values()), dict(pairs), "engine"
+        )
     return all_reduced(setup, method) if method.algorithm == "ddp" else None
 
 
-def all_reduced(setup: Setup, method: Method) -> Traffic:
+def all_reduced(setup: Setup, method: Method) -> NodeTraffic:
     """A ring all-reduce of the whole model: 2 (n-1)/n S bytes leave every node."""
     size = 2 * (setup.n - 1) / setup.n * setup.model_bytes * WIRES[method.wire] / 4
-    return Traffic(size, size, {}, "formula")
+    return NodeTraffic(size, size, {}, "formula")
 
 
-def limit_seconds(setup: Setup, compute: float, moved: Traffic | None) -> tuple[float, str]:
+def limit_seconds(setup: Setup, compute: float, moved: NodeTraffic | None) -> tuple[float, str]:
     """max(compute, bytes / bandwidth) over the nodes' interfaces and the pairs with a rate of their own."""
     rates = setup.rates
     causes = [(compute, "compute")]
@@ -119,7 +121,7 @@ def limit_seconds(setup: Setup, compute: float, moved: Traffic | None) -> tuple[
     return max(causes)
 
 
-def waiting(told: Told) -> dict[str, float]:
+def waiting(told: Answers) -> dict[str, float]:
     """Milliseconds a step that a worker stands still, by cause, the mean over workers; dearest first."""
     total: defaultdict[str, float] = defaultdict(float)
     for t in told:
@@ -129,7 +131,7 @@ def waiting(told: Told) -> dict[str, float]:
 
 
 def summarize(
-    method: Method, setup: Setup, runs: Sequence[Told], compute: float, bucket_mb: float | None, cores: float
+    method: Method, setup: Setup, runs: Sequence[Answers], compute: float, bucket_mb: float | None, cores: float
 ) -> dict[str, Any]:
     """One entry of `results` from a method's repeats; `compute` is its `compute_seconds`."""
     samples = [step_seconds(told, asynchronous=method.asynchronous) for told in runs]
@@ -169,7 +171,7 @@ def summarize(
     }
 
 
-def _skipped(runs: Sequence[Told]) -> float | None:
+def _skipped(runs: Sequence[Answers]) -> float | None:
     """How many of the steps went on without mixing (staleness)."""
     counts = [(t["skipped_mixes"], t["steps"]) for told in runs for t in told if t["skipped_mixes"] is not None]
     return sum(s for s, _ in counts) / max(1, sum(n for _, n in counts)) if counts else None

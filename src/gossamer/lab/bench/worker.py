@@ -31,7 +31,7 @@ Watch = Callable[[str, float, float, dict[str, Any]], None]  # category, start, 
 
 
 @dataclass(frozen=True)
-class Task:
+class MethodRun:
     """One run of one method. `seconds_of[rank]` are a worker's compute times, one for each step, warm-up included."""
 
     method: Method
@@ -47,7 +47,7 @@ class Task:
 
 
 @dataclass
-class Trainer:
+class BenchTrainer:
     """A method at work: call `step()`. `counters()` only grow; `close()` is collective."""
 
     forward: nn.Module
@@ -105,7 +105,7 @@ def optimizer_of(name: str, parameters: Any, lr: float = 1e-3) -> torch.optim.Op
     return torch.optim.Adam(parameters, lr=lr, fused=True)
 
 
-def trainer(task: Task, model: EmulatedModel, watch: Watch | None) -> Trainer:
+def trainer(task: MethodRun, model: EmulatedModel, watch: Watch | None) -> BenchTrainer:
     method = task.method
     if method.package == "decent-dp":
         return _decent_dp(task, model, watch)
@@ -117,7 +117,7 @@ def trainer(task: Task, model: EmulatedModel, watch: Watch | None) -> Trainer:
             watch("exchange", start, end, {"bytes": size})
 
         wrapped = baseline.ddp(model, bucket_mb=task.bucket_mb, wire=method.wire, sent=sent if watch else None)
-        return Trainer(wrapped, model, optimizer, watch=watch, cause="all-reduce")
+        return BenchTrainer(wrapped, model, optimizer, watch=watch, cause="all-reduce")
     gossip = gossamer.decentralize(
         model,
         optimizer,
@@ -129,10 +129,10 @@ def trainer(task: Task, model: EmulatedModel, watch: Watch | None) -> Trainer:
         trace=task.trace,
         **task.options,
     )
-    return Trainer(model, model, optimizer, gossip, gossip.close)
+    return BenchTrainer(model, model, optimizer, gossip, gossip.close)
 
 
-def _decent_dp(task: Task, model: EmulatedModel, watch: Watch | None) -> Trainer:
+def _decent_dp(task: MethodRun, model: EmulatedModel, watch: Watch | None) -> BenchTrainer:
     from decent_dp.ddp import DecentralizedDataParallel
 
     assert task.method.topology is not None
@@ -142,12 +142,12 @@ def _decent_dp(task: Task, model: EmulatedModel, watch: Watch | None) -> Trainer
         topology=DECENT_DP[task.method.topology],
         bucket_size_in_mb=25 if task.bucket_mb is None else task.bucket_mb,  # MiB; fractions work
     )
-    return Trainer(
+    return BenchTrainer(
         wrapped, model, None, finish=wrapped.global_avg, watch=watch
     )  # global_avg waits for what is in flight
 
 
-def work(rank: int, task: Task) -> dict[str, Any]:
+def work(rank: int, task: MethodRun) -> dict[str, Any]:
     """Train, and return `begin`, `end`, `steps`, what the window between them cost, and the steps `warmed` before."""
     torch.set_num_threads(1)
     _, size = world.join_world()
@@ -188,7 +188,7 @@ class _Everyone:
         store = default_store().clone()  # type: ignore[attr-defined]  # others may block on theirs
         self._store = PrefixStore("gossamer/bench", store)
 
-    def step_until(self, training: Trainer, what: str, ready: Callable[[], bool]) -> None:
+    def step_until(self, training: BenchTrainer, what: str, ready: Callable[[], bool]) -> None:
         """Step until all workers are ready; they see it within a step of each other."""
         said, since = False, time.monotonic()
         while True:
@@ -206,7 +206,7 @@ class _Everyone:
             training.step()
 
 
-def _until(task: Task, training: Trainer, warm: float) -> tuple[int, float | None]:
+def _until(task: MethodRun, training: BenchTrainer, warm: float) -> tuple[int, float | None]:
     """How many steps, or until when. Synchronous packages must agree on a number; Gossamer's workers need not."""
     if task.seconds is None:
         return task.steps, None
@@ -216,7 +216,7 @@ def _until(task: Task, training: Trainer, warm: float) -> tuple[int, float | Non
     return 0, time.monotonic() + task.seconds
 
 
-def _recorder(task: Task, rank: int, size: int) -> tuple[TraceWriter | None, Watch | None]:
+def _recorder(task: MethodRun, rank: int, size: int) -> tuple[TraceWriter | None, Watch | None]:
     """The peers' spans; Gossamer writes its own."""
     if task.trace is None or task.method.package == "gossamer":
         return None, None
@@ -238,7 +238,7 @@ class _Readings:
     counters: dict[str, float]
 
 
-def _readings(training: Trainer) -> _Readings:
+def _readings(training: BenchTrainer) -> _Readings:
     return _Readings(CpuTimes.now(), time.process_time(), interface_bytes(), training.counters())
 
 

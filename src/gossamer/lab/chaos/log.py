@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass
-class Life:
+class ProcessLog:
     """One process in a rank's place: its steps as (time, step, compute seconds, loss), and what else it noted."""
 
     rank: int
@@ -40,18 +40,18 @@ class Life:
             self.census.append((t, line["rss"], line["file_descriptors"], line["threads"]))
 
 
-class Reader:
+class LogReader:
     """Follows the files of a folder: `update()` reads what is new."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read: dict[Path, int] = {}
-        self.lives: dict[tuple[int, int], Life] = {}
+        self.lives: dict[tuple[int, int], ProcessLog] = {}
 
     def update(self) -> None:
         for path in sorted(self._folder.glob("worker-*.jsonl")):
             rank, generation = map(int, path.stem.split("-")[1:])
-            life = self.lives.setdefault((rank, generation), Life(rank, generation))
+            life = self.lives.setdefault((rank, generation), ProcessLog(rank, generation))
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
                 new = file.read()
@@ -60,17 +60,10 @@ class Reader:
             for line in new[:whole].splitlines():
                 life.add(json.loads(line))
 
-    def ordered(self) -> list[Life]:
+    def ordered(self) -> list[ProcessLog]:
         return [self.lives[key] for key in sorted(self.lives)]
 
 
-def lives_of(folder: Path) -> list[Life]:
-    """All processes of a run that is over."""
-    reader = Reader(folder)
-    reader.update()
-    return reader.ordered()
-
-
-def last_steps(lives: Iterable[Life]) -> dict[int, int]:
+def last_steps(lives: Iterable[ProcessLog]) -> dict[int, int]:
     """The last step of every rank."""
     return {life.rank: life.steps[-1][1] for life in lives if life.steps}

@@ -1,6 +1,6 @@
 """A chaos run: the same training twice, calm and under a seeded sequence of faults, and a verdict on what it survived.
 
-told = run(Chaos(per_node=(2, 2, 2, 2), seconds=120, faults=6, seed=1))
+told = run_chaos(ChaosConfig(per_node=(2, 2, 2, 2), seconds=120, faults=6, seed=1))
 told["hangs"], told["restarts"], told["longest_stall_s"], told["final_loss"], told["calm_final_loss"]
 """
 
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gossamer.errors import InputError
-from gossamer.lab.chaos.carry_out import Ran, carry_out
-from gossamer.lab.chaos.log import Life, last_steps
+from gossamer.lab.chaos.job import JobRecord, run_job
+from gossamer.lab.chaos.log import ProcessLog, last_steps
 from gossamer.lab.chaos.plan import Fault, make_plan
 from gossamer.lab.chaos.verdict import false_drops, flatness, leaks, problems, rejoins, stalls
-from gossamer.lab.chaos.worker import Job, final_loss, train, train_ddp, warm
-from gossamer.lab.cluster import Cluster
+from gossamer.lab.chaos.worker import ChaosJob, final_loss, train, train_ddp, warm
+from gossamer.lab.cluster import LabCluster
 from gossamer.lab.namespaces import NETNS, PREFIX, start_time
 from gossamer.lab.workers.placement import Node, reserved_port
 from gossamer.lab.workers.pool import run_workers
@@ -30,7 +30,7 @@ Progress = Callable[[str, float, float], None]  # what happens, seconds done, of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chaos:
+class ChaosConfig:
     """What to do. `faults=0` is a soak: nothing goes wrong, and memory and descriptors must stay flat."""
 
     per_node: tuple[int, ...] = (2, 2, 2, 2)
@@ -74,12 +74,12 @@ class Chaos:
     def plan(self) -> tuple[Fault, ...]:
         return make_plan(self.per_node, self.seconds, self.faults, self.seed, links=self.network == "namespaces")
 
-    def cluster(self) -> Cluster:
+    def cluster(self) -> LabCluster:
         link = self.link if self.network == "namespaces" else None
-        return Cluster(per_node=self.per_node, link=link, network=self.network, check=False)
+        return LabCluster(per_node=self.per_node, link=link, network=self.network, check=False)
 
-    def job(self, folder: Path, seed: int, seconds: float) -> Job:
-        return Job(
+    def job(self, folder: Path, seed: int, seconds: float) -> ChaosJob:
+        return ChaosJob(
             folder=str(folder),
             method=self.parsed,
             seconds=seconds,
@@ -92,13 +92,13 @@ class Chaos:
         )
 
 
-def run(chaos: Chaos, progress: Progress = lambda *_: None) -> dict[str, Any]:
+def run_chaos(chaos: ChaosConfig, progress: Progress = lambda *_: None) -> dict[str, Any]:
     """The verdict: see docs/reliability.md for its fields."""
     plan = chaos.plan
     run_workers(1, warm)  # what stays for good is there before the first count
     warm(0)
     before = _own()
-    calm: list[tuple[Ran, float | None]] = []
+    calm: list[tuple[JobRecord, float | None]] = []
     ddp = None
     with chaos.cluster() as cluster:
         for k in range(chaos.calm_runs if plan else 0):
@@ -113,27 +113,27 @@ def run(chaos: Chaos, progress: Progress = lambda *_: None) -> dict[str, Any]:
 
 
 def _train(
-    chaos: Chaos, cluster: Cluster, plan: Sequence[Fault], seed: int, label: str, progress: Progress
-) -> tuple[Ran, float | None]:
+    chaos: ChaosConfig, cluster: LabCluster, plan: Sequence[Fault], seed: int, label: str, progress: Progress
+) -> tuple[JobRecord, float | None]:
     """One run, and the final loss of the mean of those that came to its end."""
 
-    def watch(at: float, event: str, lives: Sequence[Life]) -> None:
+    def watch(at: float, event: str, lives: Sequence[ProcessLog]) -> None:
         steps = last_steps(lives)
         far = f", step {min(steps.values())} to {max(steps.values())}" if steps else ""
         progress(f"{label}: {event}" if event else f"{label}{far}", max(0.0, at), chaos.seconds)
 
     with tempfile.TemporaryDirectory(prefix="gossamer-chaos-") as folder, cluster.directory() as address:
         job = chaos.job(Path(folder), seed, chaos.seconds)
-        ran = carry_out(cluster, job, train, plan, env={"GOSSAMER_DIRECTORY": address}, watch=watch)
+        ran = run_job(cluster, job, train, plan, env={"GOSSAMER_DIRECTORY": address}, watch=watch)
     models = [value["parameters"] for value in ran.values.values()]
     return ran, final_loss(models, job.width) if models else None
 
 
-def _under_ddp(chaos: Chaos, cluster: Cluster, fault: Fault, progress: Progress) -> dict[str, Any]:
+def _under_ddp(chaos: ChaosConfig, cluster: LabCluster, fault: Fault, progress: Progress) -> dict[str, Any]:
     """torch's DDP under one fault: how every rank ended, and how long after the fault."""
     seconds = fault.at + DDP_PATIENCE
 
-    def watch(at: float, event: str, lives: Sequence[Life]) -> None:
+    def watch(at: float, event: str, lives: Sequence[ProcessLog]) -> None:
         if event:
             progress(f"DDP: {event}", at, seconds)
 
@@ -141,7 +141,7 @@ def _under_ddp(chaos: Chaos, cluster: Cluster, fault: Fault, progress: Progress)
         job = chaos.job(Path(folder), chaos.seed, seconds)
         with reserved_port(Node()) as port:
             env = {"MASTER_PORT": str(port)}
-            ran = carry_out(cluster, job, train_ddp, [fault], env=env, watch=watch, replace=False)
+            ran = run_job(cluster, job, train_ddp, [fault], env=env, watch=watch, replace=False)
     hit = ran.done[0].at if ran.done else fault.at
     ranks: dict[int, dict[str, Any]] = {
         r: {"worker": r, "ending": "killed", "after_s": 0.0} for r in fault.victims if fault.kind == "kill"
@@ -189,10 +189,10 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _verdict(
-    chaos: Chaos,
-    ran: Ran,
+    chaos: ChaosConfig,
+    ran: JobRecord,
     loss: float | None,
-    calm: Sequence[tuple[Ran, float | None]],
+    calm: Sequence[tuple[JobRecord, float | None]],
     ddp: dict[str, Any] | None,
     cluster: dict[str, Any],
     ours: dict[str, int],
@@ -241,7 +241,7 @@ def _verdict(
     return {"passed": not found, "problems": found, **told}
 
 
-def _drawn(life: Life, begin: float) -> dict[str, Any]:
+def _drawn(life: ProcessLog, begin: float) -> dict[str, Any]:
     """A process as it goes into the record: every step's time and loss."""
     return {
         "worker": life.rank,

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from gossamer.lab.chaos.carry_out import Done, Ran
-from gossamer.lab.chaos.log import Life
+from gossamer.lab.chaos.job import CarriedOut, JobRecord
+from gossamer.lab.chaos.log import ProcessLog
 
 AWAY = ("kill", "stop", "cut", "join")  # a victim of these is not a survivor until it is back
 LATE = 2.0  # seconds after a fault in which its victim may still be dropped for it
@@ -19,7 +19,7 @@ STALL = 4.0  # times the soft deadline that a survivor may be held up
 NOISE = 0.1  # how far a loss may be off when fewer than three calm runs tell its spread
 
 
-def back_at(ran: Ran, done: Done, rank: int) -> float | None:
+def back_at(ran: JobRecord, done: CarriedOut, rank: int) -> float | None:
     """When a victim trained among the others again (seconds since the start); None if it did not.
 
     It has made a step since the fault ended, and if the survivors had dropped it, they list it again. A victim that
@@ -45,7 +45,7 @@ def back_at(ran: Ran, done: Done, rank: int) -> float | None:
     return max([step, *seen]) - ran.begin
 
 
-def false_drops(ran: Ran) -> list[dict[str, Any]]:
+def false_drops(ran: JobRecord) -> list[dict[str, Any]]:
     """Workers that the others dropped although nothing had been done to them; they come back by themselves."""
     epochs: dict[int, tuple[float, frozenset[int]]] = {}
     for life in ran.lives:
@@ -65,7 +65,7 @@ def false_drops(ran: Ran) -> list[dict[str, Any]]:
     return found
 
 
-def rejoins(ran: Ran) -> list[dict[str, Any]]:
+def rejoins(ran: JobRecord) -> list[dict[str, Any]]:
     """Every victim that had to come back: `seconds` from the end of its fault to its first step as a member."""
     found = []
     for done in ran.done:
@@ -86,7 +86,7 @@ def rejoins(ran: Ran) -> list[dict[str, Any]]:
     return found
 
 
-def stalls(ran: Ran, least: float = SHORTEST) -> list[dict[str, Any]]:
+def stalls(ran: JobRecord, least: float = SHORTEST) -> list[dict[str, Any]]:
     """Gaps between two steps of a survivor beyond its compute time, longest first."""
     away = [(r["worker"], r["at"], r["back"] if r["back"] is not None else ran.seconds) for r in rejoins(ran)]
     found = []
@@ -99,16 +99,16 @@ def stalls(ran: Ran, least: float = SHORTEST) -> list[dict[str, Any]]:
     return sorted(found, key=lambda s: -s["seconds"])
 
 
-def _gaps(life: Life) -> Iterator[tuple[float, float, float]]:
+def _gaps(life: ProcessLog) -> Iterator[tuple[float, float, float]]:
     for before, after in pairwise(life.steps):
         yield before[0], after[0], after[0] - before[0] - after[2]
 
 
-def _lives(ran: Ran, rank: int) -> list[Life]:
+def _lives(ran: JobRecord, rank: int) -> list[ProcessLog]:
     return [life for life in ran.lives if life.rank == rank]
 
 
-def leaks(ran: Ran) -> dict[str, int]:
+def leaks(ran: JobRecord) -> dict[str, int]:
     """What is left of the run: processes that would not end; threads and descriptors that workers kept after close."""
     kept = {"processes": ran.orphans, "threads": 0, "file_descriptors": 0}
     for value in ran.values.values():
@@ -117,7 +117,7 @@ def leaks(ran: Ran) -> dict[str, int]:
     return kept
 
 
-def flatness(ran: Ran) -> dict[str, Any]:
+def flatness(ran: JobRecord) -> dict[str, Any]:
     """Memory and descriptors of every process over its life, after the warm-up: slopes, growth, and the bound."""
     told = []
     for life in ran.lives:

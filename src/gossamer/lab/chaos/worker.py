@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import gossamer
 from gossamer.comm import baseline, world
-from gossamer.lab.bench.task import INPUTS, Student, teacher
+from gossamer.lab.bench.time_to_loss import INPUTS, Student, teacher
 from gossamer.lab.bench.worker import optimizer_of
 from gossamer.predict.methods import Method
 
@@ -32,7 +32,7 @@ UNSEEN = 4096  # samples that the final loss is measured on
 
 
 @dataclass(frozen=True)
-class Job:
+class ChaosJob:
     """One run. Times in its logs are time.monotonic(), one clock for all processes."""
 
     folder: str
@@ -75,7 +75,7 @@ def census() -> dict[str, int]:
     }
 
 
-class Log:
+class StepLog:
     """The lines of one process, appended and handed over one by one."""
 
     def __init__(self, path: Path) -> None:
@@ -88,10 +88,10 @@ class Log:
         self._file.close()
 
 
-class Clock:
+class RunClock:
     """Seconds since the beginning of the run, below 0 as long as somebody has yet to make a first step."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ChaosJob) -> None:
         self._job = job
         self._begin: float | None = None
 
@@ -105,7 +105,7 @@ class Clock:
 class _Lesson:
     """The task of one worker: model, data, and a step without the optimizer."""
 
-    def __init__(self, rank: int, generation: int, job: Job) -> None:
+    def __init__(self, rank: int, generation: int, job: ChaosJob) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(job.seed)
         self.job, self.rank = job, rank
@@ -130,14 +130,14 @@ class _Lesson:
             return 1.0
 
 
-def train(rank: int, job: Job, generation: int = 0) -> dict[str, Any]:
+def train(rank: int, job: ChaosJob, generation: int = 0) -> dict[str, Any]:
     """Train as a member that survives the others until the run ends or the launcher wishes otherwise."""
     lesson = _Lesson(rank, generation, job)
     optimizer = optimizer_of(job.method.optimizer, lesson.model.parameters(), job.lr)
     lesson.gradients(lesson.model)  # torch's own threads and buffers come with the first step
     optimizer.zero_grad()
     before = census()
-    log = Log(job.log(rank, generation))
+    log = StepLog(job.log(rank, generation))
     log(event="started", pid=os.getpid(), **before)
     gossip = gossamer.decentralize(
         lesson.model,
@@ -155,7 +155,7 @@ def train(rank: int, job: Job, generation: int = 0) -> dict[str, Any]:
     members: Any = None
     looked = -CENSUS
     leave = job.wish(rank, "leave")
-    clock = Clock(job)
+    clock = RunClock(job)
     while (now := clock()) < job.seconds and not leave.exists():
         for group in optimizer.param_groups:
             group["lr"] = job.rate(now)
@@ -182,17 +182,17 @@ def train(rank: int, job: Job, generation: int = 0) -> dict[str, Any]:
     return {"parameters": flat, "stats": _plain(told), "before": before, "after": after, "threads": threads}
 
 
-def train_ddp(rank: int, job: Job, generation: int = 0) -> dict[str, Any]:
+def train_ddp(rank: int, job: ChaosJob, generation: int = 0) -> dict[str, Any]:
     """The same task under torch's DDP, for as long as that lasts."""
     lesson = _Lesson(rank, generation, job)
-    log = Log(job.log(rank, generation))
+    log = StepLog(job.log(rank, generation))
     log(event="started", pid=os.getpid())
     world.join_world()
     forward = baseline.ddp(lesson.model)
     optimizer = optimizer_of(job.method.optimizer, lesson.model.parameters(), job.lr)
     log(event="ready", joined=False, step=0)
     step = 0
-    clock = Clock(job)
+    clock = RunClock(job)
     while clock() < job.seconds:
         loss, seconds = lesson.gradients(forward)
         optimizer.step()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gossamer import InputError
-from gossamer.lab import Cluster, LabUnavailable, WorkerPool, why_unavailable
+from gossamer.lab import LabCluster, LabUnavailable, WorkerPool, why_unavailable
 
 needs_namespaces = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
@@ -148,7 +148,7 @@ def test_workers_share_a_token_that_nobody_else_knows(monkeypatch):
 
 
 def test_the_directory_listens_on_loopback_only_if_the_workers_are_there():
-    with Cluster(nodes=1, per_node=1, network="loopback") as cluster, cluster.directory() as address:
+    with LabCluster(nodes=1, per_node=1, network="loopback") as cluster, cluster.directory() as address:
         name, port = address.split(":")
         tables = [Path(f"/proc/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
         places = [line.split()[1] for lines in tables for line in lines if line.split()[3] == "0A"]  # listening
@@ -157,7 +157,7 @@ def test_the_directory_listens_on_loopback_only_if_the_workers_are_there():
 
 
 def test_links_on_loopback_cannot_be_cut():
-    with Cluster(2, 1, network="loopback") as cluster, pytest.raises(LabUnavailable, match="use namespaces"):
+    with LabCluster(2, 1, network="loopback") as cluster, pytest.raises(LabUnavailable, match="use namespaces"):
         cluster.cut(1)
 
 
@@ -166,7 +166,7 @@ def test_links_on_loopback_cannot_be_cut():
 @pytest.mark.parametrize("silently", [False, True])
 def test_nothing_passes_a_cut_and_everything_after_it(tmp_path, silently):
     path, heard = tmp_path / "said", tmp_path / "heard"
-    with Cluster(2, 1, link="50mbit", check=False) as cluster, cluster.pool() as pool:
+    with LabCluster(2, 1, link="50mbit", check=False) as cluster, cluster.pool() as pool:
         with pytest.raises(InputError, match="nodes are 0 to 1, got 2"):
             cluster.cut(2)
         pool.start(0, listen, str(heard))

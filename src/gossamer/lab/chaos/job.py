@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gossamer.lab.chaos.log import Life, Reader
+from gossamer.lab.chaos.log import LogReader, ProcessLog
 from gossamer.lab.chaos.plan import SLOW_LINK, SLOWER, Fault
-from gossamer.lab.chaos.worker import Job
-from gossamer.lab.cluster import Cluster
+from gossamer.lab.chaos.worker import ChaosJob
+from gossamer.lab.cluster import LabCluster
 from gossamer.lab.cpu import CpuMeter
 from gossamer.lab.workers import Worker, WorkerPool
 
@@ -19,11 +19,13 @@ HANG = 20.0  # seconds without a step, beyond compute and faults of one's own, t
 LEAVING = 25.0  # seconds to return after the end of the run
 AGAIN = 2.0  # seconds until a worker that ended of itself is started again
 POLL = 0.05
-Watch = Callable[[float, str, Sequence[Life]], None]  # seconds since the start, what happens, who has come how far
+Watch = Callable[
+    [float, str, Sequence[ProcessLog]], None
+]  # seconds since the start, what happens, who has come how far
 
 
 @dataclass
-class Done:
+class CarriedOut:
     """A fault as it was carried out; times are seconds since the start of the run."""
 
     fault: Fault
@@ -32,13 +34,13 @@ class Done:
 
 
 @dataclass
-class Ran:
+class JobRecord:
     """A run that is over."""
 
     begin: float
     seconds: float
-    lives: list[Life] = field(default_factory=list)
-    done: list[Done] = field(default_factory=list)
+    lives: list[ProcessLog] = field(default_factory=list)
+    done: list[CarriedOut] = field(default_factory=list)
     hung: list[dict[str, Any]] = field(default_factory=list)
     ended: list[dict[str, Any]] = field(default_factory=list)  # processes that nobody had told to end
     values: dict[int, dict[str, Any]] = field(default_factory=dict)  # what each rank's last process returned
@@ -54,11 +56,11 @@ class Ran:
 
 class _Run:
     def __init__(
-        self, cluster: Cluster, pool: WorkerPool, job: Job, fn: Callable[..., Any], watch: Watch, replace: bool
+        self, cluster: LabCluster, pool: WorkerPool, job: ChaosJob, fn: Callable[..., Any], watch: Watch, replace: bool
     ) -> None:
         self.cluster, self.pool, self.job, self.fn, self.watch, self.replace = cluster, pool, job, fn, watch, replace
-        self.reader = Reader(Path(job.folder))
-        self.ran = Ran(time.monotonic(), job.seconds)
+        self.reader = LogReader(Path(job.folder))
+        self.ran = JobRecord(time.monotonic(), job.seconds)
         self.suffering: dict[int, int] = {}  # rank -> faults that hold it now
         self.again: dict[int, float] = {}  # rank -> when to start who ended of itself
         self.released: dict[int, float] = {}  # rank -> when the last fault of its own ended
@@ -109,7 +111,7 @@ class _Run:
         self.watch(time.monotonic() - self.ran.begin, str(fault), ())
         for rank in fault.victims:
             self.suffering[rank] = self.suffering.get(rank, 0) + 1
-        self.ran.done.append(Done(fault, time.monotonic() - self.ran.begin))
+        self.ran.done.append(CarriedOut(fault, time.monotonic() - self.ran.begin))
         if fault.kind == "cut":
             assert fault.node is not None
             self.cluster.cut(fault.node, silently=fault.how == "packets lost")
@@ -202,7 +204,7 @@ class _Run:
             }
         )
 
-    def finish(self) -> Ran:
+    def finish(self) -> JobRecord:
         """Wait for all to return; who does not hangs."""
         deadline = self.ran.end + LEAVING
         while self.pool.running and time.monotonic() < deadline:
@@ -220,16 +222,16 @@ class _Run:
         return self.ran
 
 
-def carry_out(
-    cluster: Cluster,
-    job: Job,
+def run_job(
+    cluster: LabCluster,
+    job: ChaosJob,
     fn: Callable[..., Any],
     plan: Sequence[Fault],
     *,
     env: dict[str, str],
     watch: Watch = lambda *_: None,
     replace: bool = True,
-) -> Ran:
+) -> JobRecord:
     """Run `fn(rank, job, generation)` on every worker of the cluster while the plan is carried out.
 
     With `replace`, killed workers are replaced when their fault is over, and those that end of themselves soon after;

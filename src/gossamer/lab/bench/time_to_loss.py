@@ -19,14 +19,14 @@ from torch import Tensor, nn
 import gossamer
 from gossamer.comm import baseline, world
 from gossamer.lab.bench.worker import optimizer_of
-from gossamer.lab.emulate import FORWARD, Clock
+from gossamer.lab.emulate import FORWARD, PassTimer
 from gossamer.predict.methods import Method
 
 INPUTS, CLASSES, HIDDEN_LAYERS = 64, 10, 4
 
 
 @dataclass(frozen=True)
-class Lesson:
+class LearningRun:
     """One run: `seconds_of[rank]` are a worker's compute times, a step each."""
 
     method: Method
@@ -68,7 +68,7 @@ class Student(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
         self.depth = len(self.layers)
         self.seconds = 0.0
-        self.clock = Clock()
+        self.clock = PassTimer()
 
     def forward(self, x: Tensor) -> Tensor:
         for index, layer in enumerate(self.layers):
@@ -87,7 +87,7 @@ def teacher() -> Callable[[Tensor], Tensor]:
     return lambda x: (torch.tanh(2 * x @ first) @ second).argmax(1)
 
 
-def learn(rank: int, lesson: Lesson) -> dict[str, Any]:
+def learn(rank: int, lesson: LearningRun) -> dict[str, Any]:
     """Train; `times` (seconds since the common start) and `losses` of every step, and `final`, the loss of the exact
     mean of all workers' models on 4096 unseen samples."""
     torch.set_num_threads(1)
