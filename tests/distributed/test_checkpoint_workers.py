@@ -130,8 +130,8 @@ def test_a_job_that_is_told_to_go_saves_and_leaves(tmp_path, number):
     job.send_signal(number)
     printed, said = job.communicate(timeout=100)
     assert job.returncode == 130, said
-    assert "stopping after this step, with a checkpoint" in said
-    assert f"go on with: gossamer train --resume {out}" in said
+    assert "stopping after this step with a checkpoint; press Ctrl-C again to quit immediately without saving" in said
+    assert f"resume with: gossamer train --resume {out}" in said
     outcome = json.loads(printed)
     assert outcome["stopped"]
     assert files.latest_in(out / "checkpoints") == outcome["step"] >= 3

@@ -1,10 +1,13 @@
 """A recipe's DDP run on real workers: its timeline, its waiting in reports, and the groups that leaving keeps."""
 
+import sys
+
 import pytest
 
 from gossamer.comm import world
 from gossamer.jobs.configure import build_config
-from gossamer.jobs.local import make_task_for, start, work
+from gossamer.jobs.local import run_worker
+from gossamer.jobs.prepare import checked_task, prepare_folder
 from gossamer.report.runs import load_run
 from gossamer.trace import merge
 
@@ -28,9 +31,9 @@ def traced(pools, tmp_path_factory):
         "ddp_bucket_mb": 0.002,
     }
     config = build_config("vision", None, flags, per_node=(1, 1), virtual=False)
-    start(config, folder, make_task_for(config), None, None)
+    prepare_folder(config, folder, checked_task(config))
     before = pools(1, 1).run(kept)
-    pools(1, 1).run(work, str(folder), False)
+    pools(1, 1).run(run_worker, str(folder), False)
     assert [after - b for after, b in zip(pools(1, 1).run(kept), before, strict=True)] == [1, 1]
     return folder
 
@@ -59,3 +62,11 @@ def test_the_report_knows_how_long_ddp_waited(traced):
         sum(s.seconds for s in spans if s.category == "wait") / sum(s.seconds for s in spans)
     )
     assert 0 < run.waiting < 1
+
+
+def loaded(rank):
+    return sorted({"typer", "gossamer.cli"} & set(sys.modules))
+
+
+def test_workers_do_not_import_the_command_line(traced, pools):
+    assert pools(1, 1).run(loaded) == [[], []]

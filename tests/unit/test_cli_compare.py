@@ -35,7 +35,7 @@ def test_ctrl_c_ends_the_comparison(tmp_path, capsys, monkeypatch):
     folder = out / "ddp" / "seed-0"
     said = capsys.readouterr()
     assert (
-        f"stopped; 0 of 2 runs are done, which gossamer report reads; go on with: gossamer train --resume {folder}\n"
+        f"stopped; 0 of 2 runs are done, which gossamer report reads; resume with: gossamer train --resume {folder}\n"
         in (said.err)
     )
     assert not said.out, "no table of what is not there"
@@ -112,11 +112,11 @@ class Recorded:
 
 
 def test_the_sweep_of_a_loss_shows_the_loss(tmp_path):
-    def configured(method, seed, rate):
-        return make_config({"task": "lm", "method": method, "seed": seed, "lr": rate})
+    def configured(method, rate):
+        return make_config({"task": "lm", "method": method, "lr": rate})
 
     losses = {0.01: 5.0, 0.001: 4.0}
-    found = sweep(Recorded(losses), ["dadam:ring"], 0, list(losses), configured, tmp_path / "sweep")
+    found = sweep(Recorded(losses), ["dadam:ring"], list(losses), configured, tmp_path / "sweep")
     assert found == {"dadam:ring": {"0.01": 5.0, "0.001": 4.0}}
 
 

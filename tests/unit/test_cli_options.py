@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from gossamer.cli.options import layout_from
-from gossamer.cli.output import finite, print_json
+from gossamer.cli.output import print_json
 from gossamer.errors import InputError
+from gossamer.recipes.metrics import finite
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_exact_inside_costs_about_a_ddp_step_of_a_node():
         (["train", "vision", "--workers", "2", "--cluster", "a40"], "--cluster supplies the clock of --virtual"),
         (["train", "vision", "--virtual", "2", "--cluster", "b40"], "unknown cluster 'b40'"),
         (["train", "--resume", "/proc/none"], "is not a run's folder"),
-        (["train", "vision", "--resume", "runs/x"], "goes on as the run was configured"),
+        (["train", "vision", "--resume", "runs/x"], "continues the run as it was configured"),
         (["compare", "vision", "--virtual", "2", "--methods", "ddp,ddp"], "each once"),
         (["compare", "vision", "--virtual", "2", "--seeds", "0"], "--seeds must be at least 1, got 0"),
         (["compare", "vision", "--virtual", "2", "--lr-sweep", "fast"], "learning rates must be positive numbers"),

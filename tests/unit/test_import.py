@@ -55,3 +55,9 @@ def test_help_of_every_command_needs_nothing_heavy() -> None:
 def test_topology_needs_no_plotting_package() -> None:
     loaded = set(json.loads(_python("import gossamer.topology" + LOADED)))
     assert not loaded & {"torch", "matplotlib", "plotly", "typer", "rich"}
+
+
+def test_jobs_do_not_need_the_command_line() -> None:
+    code = "import gossamer.jobs.launched, gossamer.jobs.elastic, gossamer.jobs.compare, gossamer.recipes.run"
+    loaded = json.loads(_python(f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"))
+    assert not {"typer", "gossamer.cli"} & set(loaded)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gossamer.cli.options import Json, Nodes, PerNode, command_app, layout_from
-from gossamer.cli.output import finite, print_json, print_rich, table
+from gossamer.cli.output import print_json, print_rich, table
 from gossamer.errors import InputError
+from gossamer.recipes.metrics import finite
 
 if TYPE_CHECKING:
     from gossamer.lab.chaos import ChaosConfig

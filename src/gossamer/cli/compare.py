@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gossamer.cli.options import command_app
-from gossamer.cli.output import finite, print_json, print_rich
+from gossamer.cli.output import print_json, print_rich
 from gossamer.cli.run_options import OUTPUT, WORKERS, RunFlags, with_run_flags
 from gossamer.errors import GossamerError, InputError
 
 if TYPE_CHECKING:
-    from gossamer.predict.methods import Method
     from gossamer.recipes.config import RunConfig
 
 app = command_app()
@@ -67,8 +65,9 @@ def compare(
     ] = None,
 ) -> None:
     """Train by every method and seed, with equal steps, and compare quality, time, bytes and consensus."""
-    from gossamer.jobs.compare import Trainer, best, slug, sweep
-    from gossamer.jobs.local import default_folder
+    from gossamer.jobs.compare import Sweep, Trainer, best, slug, summarize, sweep
+    from gossamer.jobs.prepare import default_folder
+    from gossamer.jobs.signals import Stopped
     from gossamer.predict.methods import parse_list
 
     chosen = parse_list(methods)
@@ -84,48 +83,55 @@ def compare(
         raise InputError(f"--jobs must be at least 1, got {jobs}; leave it out to use all cores")
     if lr is not None and lr_sweep is not None:
         raise InputError("--lr gives the rates and --lr-sweep finds them; pass one of them")
-    rates = _rates(lr, chosen)
+    names = [str(m) for m in chosen]
+    rates = _rates(lr, names)
     tried = None if lr_sweep is None else _numbers(lr_sweep)
-
     keep: dict[str, bool] = {} if "save_final" in flags.given else {"save_final": False}
 
-    def configured(method: Method, number: int, rate: float | None) -> RunConfig:
-        inside = {"exact_inside": False} if method.algorithm == "ddp" else {}
-        return flags.configured(method=str(method), seed=number, lr=rate, **keep, **inside)
+    def configured(method: str, rate: float | None, number: int = seed) -> RunConfig:
+        inside = {"exact_inside": False} if method.partition(":")[0] == "ddp" else {}
+        return flags.configured(method=method, seed=number, lr=rate, **keep, **inside)
 
-    first, *_ = [configured(m, seed, None) for m in chosen]  # all, so that none is refused after others have trained
+    first, *_ = [configured(m, None) for m in names]  # all of them: none is refused after others have trained
     if first.on_failure == "continue":
         raise InputError(
-            "--on-failure continue is for gossamer train: compare has one gang of workers for all runs; leave it out"
+            "--on-failure continue is for gossamer train: compare uses one pool of workers for all runs; leave it out"
         )
     folder = flags.out or default_folder(f"compare-{first.task}")
     if (folder / "compare.json").exists():
         raise InputError(f"{folder} already holds a comparison; choose another --out, or remove it")
     if any(folder.rglob("config.json")):
         raise InputError(f"{folder} already holds runs, which would be compared too; choose another --out")
-    swept: dict[str, dict[str, float | None]] = {}
-    with Trainer(first, flags.cluster, flags.link, jobs, flags.as_json) as trainer:
-        if tried is not None:
-            swept = sweep(trainer, chosen, seed, tried, configured, folder / "sweep")
-            higher = trainer.higher_is_better
-            rates = {name: best(found, name, higher_is_better=higher) for name, found in swept.items()}
-        wanted = [
-            (configured(m, seed + s, rates.get(str(m))), folder / slug(str(m)) / f"seed-{seed + s}")
-            for m in chosen
-            for s in range(seeds)
-        ]
-        failed = trainer.run(wanted)
+    swept: Sweep = {}
+    try:
+        with Trainer(first, flags.cluster, flags.link, jobs, flags.as_json) as trainer:
+            if tried is not None:
+                swept = sweep(trainer, names, tried, configured, folder / "sweep")
+                higher = trainer.higher_is_better
+                rates = {name: best(found, name, higher_is_better=higher) for name, found in swept.items()}
+            wanted = [
+                (configured(m, rates.get(m), seed + s), folder / slug(m) / f"seed-{seed + s}")
+                for m in names
+                for s in range(seeds)
+            ]
+            failed = trainer.run(wanted)
+    except Stopped as stopped:
+        typer.echo(str(stopped), err=True)
+        raise typer.Exit(130) from None
     if len(failed) == len(wanted):
         diverged = ", ".join(f"{config.method} seed {config.seed}" for config, _ in wanted)
         raise GossamerError(f"every run diverged ({diverged}); lower --lr, or lengthen the warm-up (--warmup)")
-    _finish(folder, swept, failed, html, flags.as_json)
+    content = summarize(folder, swept, failed, html)
+    if flags.as_json:
+        print_json(content)
+    else:
+        _print(content, html)
 
 
-def _rates(text: str | None, methods: tuple[Method, ...]) -> dict[str, float]:
-    """Learning rates by method: one number for all, or METHOD=RATE pairs."""
+def _rates(text: str | None, methods: list[str]) -> dict[str, float]:
+    """Return the learning rate of each method: one number for all, or METHOD=RATE pairs."""
     if text is None:
         return {}
-    known = [str(m) for m in methods]
     if "=" not in text:
         rate, *more = _numbers(text)
         if more:
@@ -133,15 +139,15 @@ def _rates(text: str | None, methods: tuple[Method, ...]) -> dict[str, float]:
                 f"--lr takes one rate for all methods, or METHOD=RATE for each, got {text!r}; to try several rates use "
                 "--lr-sweep"
             )
-        return dict.fromkeys(known, rate)
+        return dict.fromkeys(methods, rate)
     from gossamer.predict.methods import parse
 
     rates: dict[str, float] = {}
-    for piece in re.split(r",(?![^()]*\))", text):  # commas inside brackets belong to a topology's options
+    for piece in re.split(r",(?![^()]*\))", text):  # commas inside parentheses belong to the topology's options
         name, _, value = piece.rpartition("=")
         method = str(parse(name or piece))
-        if method not in known or method in rates:
-            why = "named twice" if method in rates else f"not among the methods {', '.join(known)}"
+        if method not in methods or method in rates:
+            why = "named twice" if method in rates else f"not among the methods {', '.join(methods)}"
             raise InputError(f"--lr {text!r}: {method} is {why}; name each method at most once, as in --methods")
         (rates[method],) = _numbers(value)
     return rates
@@ -159,41 +165,14 @@ def _numbers(text: str) -> list[float]:
     return values
 
 
-def _finish(
-    folder: Path, swept: dict[str, dict[str, float | None]], failed: dict[str, str], html: Path | None, as_json: bool
-) -> None:
+def _print(content: dict[str, Any], html: Path | None) -> None:
     from gossamer.cli.report import print_table
-    from gossamer.jobs.clock import predict_measured
-    from gossamer.report.record import command_line
-    from gossamer.report.runs import grouped, load_runs, summary
-    from gossamer.report.verdict import verdict
 
-    groups = grouped([r for r in load_runs(folder) if str(r.folder) not in failed])
-    predict_measured(groups)
-    rows, sentence = summary(groups), verdict(groups)
-    content = {
-        "command": command_line(),
-        "verdict": sentence,
-        "methods": rows,
-        "lr_sweep": swept,
-        "failed": failed,
-        "folder": str(folder),
-    }
-    (folder / "compare.json").write_text(json.dumps(finite(content), indent=1) + "\n")
-    if html is not None:
-        from gossamer.report.page import write_html
-
-        write_html(folder, html)
-    if as_json:
-        print_json(content)
-        return
-    print_table(rows)
-    for name, tried in swept.items():
-        print_rich(
-            f"sweep of {name}: " + ", ".join(f"{r} {'diverged' if v is None else f'{v:.4g}'}" for r, v in tried.items())
-        )
-    for where, why in failed.items():
+    print_table(content["methods"])
+    for name, tried in content["lr_sweep"].items():
+        found = ", ".join(f"{rate} {'diverged' if v is None else f'{v:.4g}'}" for rate, v in tried.items())
+        print_rich(f"sweep of {name}: {found}")
+    for where, why in content["failed"].items():
         print_rich(f"{where}: {why}")
-    print_rich(
-        f"[bold]{sentence}[/]", f"report: {html}" if html else f"report: gossamer report {folder} --html report.html"
-    )
+    report = html or f"gossamer report {content['folder']} --html report.html"
+    print_rich(f"[bold]{content['verdict']}[/]", f"report: {report}")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from gossamer.recipes.metrics import finite
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,19 +23,6 @@ def _compact(value: Any) -> str:
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "[\n" + ",\n".join(f"    {json.dumps(v, allow_nan=False)}" for v in value) + "\n  ]"
     return json.dumps(value, allow_nan=False)
-
-
-def finite(value: Any) -> Any:
-    """The same value in plain Python types, NaN and infinities as None."""
-    if hasattr(value, "tolist"):  # numpy scalars and arrays
-        value = value.tolist()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(k): finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
-    return value
 
 
 def table(*columns: str) -> Table:

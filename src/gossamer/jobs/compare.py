@@ -1,115 +1,116 @@
-"""Training many configurations: on one gang of local workers one after the other, virtual ones side by side."""
+"""Training many configurations: one after the other on one pool of local workers, or side by side if virtual."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
+from ctypes import c_byte
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import typer
+from typing import Any, Protocol
 
 from gossamer.errors import GossamerError
+from gossamer.jobs.clock import predict_measured
+from gossamer.jobs.local import Outcome, lab_for, run_pool, run_virtual
+from gossamer.jobs.prepare import checked_task, prepare_folder
+from gossamer.jobs.progress import Display, Finished
+from gossamer.jobs.signals import Stopped, interrupts, stop_when_asked
+from gossamer.lab import WorkerPool
+from gossamer.recipes.config import RunConfig
 from gossamer.recipes.graceful_stop import StopHere
+from gossamer.recipes.loop import Diverged
+from gossamer.recipes.metrics import finite
+from gossamer.report.page import write_html
+from gossamer.report.record import command_line
+from gossamer.report.runs import grouped, load_run, load_runs, summary
+from gossamer.report.verdict import verdict
 
-if TYPE_CHECKING:
-    from gossamer.jobs.progress import Rows
-    from gossamer.recipes.config import RunConfig
-
-Outcome = dict[str, Any]
+Wanted = Sequence[tuple[RunConfig, Path]]
+Sweep = dict[str, dict[str, float | None]]
+"""By method and learning rate: the final metric; None if the run diverged."""
 
 
 class Trainer:
-    """Runs configurations: on one gang of local workers one after the other, virtual ones side by side."""
+    """Train configurations: one after the other on one pool of local workers, virtual ones side by side."""
 
     def __init__(self, first: RunConfig, cluster: str | None, link: str | None, jobs: int | None, quiet: bool):
-        self._first, self._cluster, self._link, self._quiet = first, cluster, link, quiet
+        self._virtual, self._cluster, self._link, self._quiet = first.virtual, cluster, link, quiet
         self._jobs = jobs or os.cpu_count() or 1
+        self.higher_is_better = checked_task(first).higher_is_better
         self._stack = ExitStack()
-        self._pool: Any = None
+        self._pool: WorkerPool | None = None
+        if not first.virtual:
+            with ExitStack() as stack:
+                lab = stack.enter_context(lab_for(first.per_node, link))
+                self._pool = stack.enter_context(lab.pool())
+                self._stack = stack.pop_all()
 
     def __enter__(self) -> Trainer:
-        from gossamer.jobs.local import lab_for, make_task_for
-
-        self.higher_is_better = make_task_for(self._first).higher_is_better
-        if not self._first.virtual:
-            lab = self._stack.enter_context(lab_for(self._first.per_node, self._link))
-            self._pool = self._stack.enter_context(lab.pool())
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def run(self, wanted: list[tuple[RunConfig, Path]]) -> dict[str, str]:
-        """Train all; why some failed (diverged), by folder. Ctrl-C ends the comparison."""
-        outcomes = self._side_by_side(wanted) if self._first.virtual else self._one_by_one(wanted)
+    def run(self, wanted: Wanted) -> dict[str, str]:
+        """Train all; returns by folder why some runs failed (diverged). Raises `Stopped` after Ctrl-C."""
+        outcomes = self._side_by_side(wanted) if self._virtual else self._one_by_one(wanted)
         halted = [folder for folder, outcome in outcomes.items() if outcome.get("stopped")]
         done = len(outcomes) - len(halted)
         if done < len(wanted):
             how = ", ".join(f"gossamer train --resume {folder}" for folder in halted)
-            typer.echo(
+            raise Stopped(
                 f"stopped; {done} of {len(wanted)} runs are done, which gossamer report reads"
-                + (f"; go on with: {how}" if how else ""),
-                err=True,
+                + (f"; resume with: {how}" if how else "")
             )
-            raise typer.Exit(130)
         return {str(folder): why for folder, outcome in outcomes.items() if (why := _why_failed(outcome))}
 
-    def _one_by_one(self, wanted: list[tuple[RunConfig, Path]]) -> dict[Path, Outcome]:
-        """On the gang of real workers."""
-        from gossamer.jobs.local import make_task_for, run_pool, start, watchers
-        from gossamer.recipes.loop import Diverged
-
+    def _one_by_one(self, wanted: Wanted) -> dict[Path, Outcome]:
+        """Train on the pool of local workers; after Ctrl-C the remaining runs are not started."""
+        assert self._pool is not None
         outcomes: dict[Path, Outcome] = {}
         for config, folder in wanted:
-            task = make_task_for(config)
-            start(config, folder, task, None, self._link)
-            watch, display = watchers(
-                folder, config, f"{config.method} seed {config.seed}", task.unit, False, self._quiet
-            )
-            with display:
+            task = checked_task(config)
+            prepare_folder(config, folder, task, link=self._link)
+            label = f"{config.method} seed {config.seed}"
+            with Display(config, task.unit, label=label, quiet=self._quiet) as display:
                 try:
-                    outcomes[folder] = run_pool(self._pool, folder, False, watch)
+                    outcomes[folder] = run_pool(self._pool, folder, display)
                 except Diverged as error:
                     outcomes[folder] = {"diverged": str(error)}
             if outcomes[folder].get("stopped"):
                 break
         return outcomes
 
-    def _side_by_side(self, wanted: list[tuple[RunConfig, Path]]) -> dict[Path, Outcome]:
-        """Virtual runs; those that were not begun when Ctrl-C was pressed are left out."""
-        from gossamer.jobs.local import stop_when_asked
-        from gossamer.jobs.progress import Rows
-
+    def _side_by_side(self, wanted: Wanted) -> dict[Path, Outcome]:
+        """Train virtual runs; after Ctrl-C the remaining runs are not started."""
         jobs = min(self._jobs, len(wanted))
-        with Rows(len(wanted), quiet=self._quiet) as rows:
-            if jobs > 1:
-                return self._in_processes(wanted, jobs, rows)
-            outcomes: dict[Path, Outcome] = {}
-            with stop_when_asked() as stop:
-                for config, folder in wanted:
-                    _note(outcomes, rows, config, folder, _virtual(config, folder, self._cluster, stop))
-            return outcomes
+        finished = Finished(len(wanted), quiet=self._quiet)
+        if jobs > 1:
+            return self._in_processes(wanted, jobs, finished)
+        outcomes: dict[Path, Outcome] = {}
+        with stop_when_asked() as stop:
+            for config, folder in wanted:
+                _note(outcomes, finished, config, folder, _train_virtual(config, folder, self._cluster, stop))
+        return outcomes
 
-    def _in_processes(self, wanted: list[tuple[RunConfig, Path]], jobs: int, rows: Rows) -> dict[Path, Outcome]:
-        from gossamer.jobs.local import interrupts
-
+    def _in_processes(self, wanted: Wanted, jobs: int, finished: Finished) -> dict[Path, Outcome]:
         context = get_context("spawn")
-        asked = context.RawValue("b", 0)
+        asked = context.RawValue(c_byte, 0)
 
         def ask() -> None:
             asked.value = 1
 
         outcomes: dict[Path, Outcome] = {}
         with ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(asked,)) as pool, interrupts(ask):
-            running = {pool.submit(_virtual, c, f, self._cluster): (c, f) for c, f in wanted}
+            running = {pool.submit(_train_virtual, c, f, self._cluster): (c, f) for c, f in wanted}
             try:
                 for future in as_completed(running):
-                    _note(outcomes, rows, *running[future], future.result())
+                    _note(outcomes, finished, *running[future], future.result())
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in list((pool._processes or {}).values()):
@@ -127,19 +128,25 @@ def _why_failed(outcome: Outcome) -> str:
     )
 
 
-def _note(outcomes: dict[Path, Outcome], rows: Rows, config: RunConfig, folder: Path, outcome: Outcome | None) -> None:
-    """Keep what came of a run that was begun, and print its line if it has ended."""
+def _note(
+    outcomes: dict[Path, Outcome], finished: Finished, config: RunConfig, folder: Path, outcome: Outcome | None
+) -> None:
+    """Keep the outcome of a run that was started, and print its line if the run has finished."""
     if outcome is None:
         return
     outcomes[folder] = outcome
     if not outcome.get("stopped"):
-        rows.done(config, outcome, {}, folder)
+        finished(config, outcome)
+
+
+class _Flag(Protocol):
+    value: int
 
 
 class _StopWithParent(StopHere):
-    """In a process of its own: Ctrl-C is the parent's to handle, which says so by a shared byte."""
+    """The stop of a process of its own: the parent handles Ctrl-C and sets a shared byte."""
 
-    def __init__(self, asked: Any) -> None:
+    def __init__(self, asked: _Flag) -> None:
         super().__init__()
         self._parent = asked
 
@@ -150,38 +157,43 @@ class _StopWithParent(StopHere):
 _stop = StopHere()
 
 
-def _begin(asked: Any) -> None:
-    """In each process, before its first run."""
+def _begin(asked: _Flag) -> None:
+    """Prepare a process for its runs."""
     global _stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _stop = _StopWithParent(asked)
 
 
-def _virtual(config: RunConfig, folder: Path, cluster: str | None, stop: StopHere | None = None) -> Outcome | None:
-    """One virtual run; in a process of its own, or here with its `stop`. None: it was not begun."""
-    from gossamer.jobs.local import make_task_for, run_virtual, start
-    from gossamer.recipes.loop import Diverged
-
+def _train_virtual(
+    config: RunConfig, folder: Path, cluster: str | None, stop: StopHere | None = None
+) -> Outcome | None:
+    """Train one virtual run, in a process of its own, or in this one with its `stop`; None if it was not started."""
     stop = stop or _stop
     if stop(0):
         return None
-    task = make_task_for(config)
-    clock = start(config, folder, task, cluster, None)
+    task = checked_task(config)
+    clock = prepare_folder(config, folder, task, cluster=cluster)
     try:
-        return run_virtual(config, task, folder, clock, False, lambda row: None, stop)
+        return run_virtual(config, task, folder, clock, lambda row: None, stop)
     except Diverged as error:
         return {"diverged": str(error)}
 
 
-def sweep(
-    trainer: Trainer, methods: Any, seed: int, rates: list[float], configured: Any, folder: Path
-) -> dict[str, dict[str, float | None]]:
-    """Every method at every rate, once; the final metric of each (None: diverged)."""
-    from gossamer.report.runs import load_run
+class _Runs(Protocol):
+    def run(self, wanted: Wanted) -> dict[str, str]: ...
 
-    wanted = [(configured(m, seed, rate), folder / slug(str(m)) / f"lr-{rate:g}") for m in methods for rate in rates]
+
+def sweep(
+    trainer: _Runs,
+    methods: Sequence[str],
+    rates: Sequence[float],
+    configured: Callable[[str, float], RunConfig],
+    folder: Path,
+) -> Sweep:
+    """Train every method once at every rate; returns the final metric of each."""
+    wanted = [(configured(m, rate), folder / slug(m) / f"lr-{rate:g}") for m in methods for rate in rates]
     failed = trainer.run(wanted)
-    found: dict[str, dict[str, float | None]] = {}
+    found: Sweep = {}
     for config, where in wanted:
         run = None if str(where) in failed else load_run(where)
         found.setdefault(config.method, {})[f"{config.lr:g}"] = None if run is None else run.final(run.metric)
@@ -189,13 +201,32 @@ def sweep(
 
 
 def best(tried: dict[str, float | None], method: str, *, higher_is_better: bool) -> float:
-    """The rate with the best metric; one that diverged never is."""
+    """Return the rate with the best metric among those that did not diverge."""
     sign = 1 if higher_is_better else -1
     scores = {rate: sign * value for rate, value in tried.items() if value is not None and math.isfinite(value)}
     if not scores:
-        raise GossamerError(f"{method} diverged at every rate of the sweep ({', '.join(tried)}); try smaller ones")
+        raise GossamerError(f"{method} diverged at every rate of the sweep ({', '.join(tried)}); try smaller rates")
     return float(max(scores, key=scores.__getitem__))
 
 
 def slug(method: str) -> str:
+    """Return the method as a folder's name."""
     return "".join(c if c.isalnum() or c in "-." else "-" for c in method)
+
+
+def summarize(folder: Path, swept: Sweep, failed: dict[str, str], html: Path | None) -> dict[str, Any]:
+    """Compare the runs in the folder; writes `compare.json`, and the report if `html` is given."""
+    groups = grouped([r for r in load_runs(folder) if str(r.folder) not in failed])
+    predict_measured(groups)
+    content = {
+        "command": command_line(),
+        "verdict": verdict(groups),
+        "methods": summary(groups),
+        "lr_sweep": swept,
+        "failed": failed,
+        "folder": str(folder),
+    }
+    (folder / "compare.json").write_text(json.dumps(finite(content), indent=1) + "\n")
+    if html is not None:
+        write_html(folder, html)
+    return content

@@ -1,71 +1,72 @@
-"""The launcher of a run that outlives its workers: it hosts the directory, and replaces those that die."""
+"""The launcher of an elastic run: it hosts the directory and replaces workers that die."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gossamer.checkpoint.files import steps_in, sweep
 from gossamer.errors import GossamerError, InputError
+from gossamer.jobs.local import Outcome, outcome_of
+from gossamer.jobs.progress import Row, Watch, following
+from gossamer.jobs.signals import interrupts
+from gossamer.lab import LabCluster, Worker, WorkerFailed, WorkerPool
+from gossamer.predict.methods import parse
+from gossamer.recipes import graceful_stop
+from gossamer.recipes.config import RunConfig
+from gossamer.recipes.loop import Diverged
+from gossamer.recipes.run import read_config, run
+from gossamer.recipes.task import make_task
 
-if TYPE_CHECKING:
-    from gossamer.lab import LabCluster, Worker, WorkerPool
-    from gossamer.recipes.config import RunConfig
-    from gossamer.recipes.loop import Row
 
-
-def work(rank: int, folder: str, resume: bool) -> dict[str, Any]:
-    """One worker's run, or what is left of it; without a process group, whose members could not come and go."""
-    from gossamer.predict.methods import parse
-    from gossamer.recipes.run import read_config, run
-    from gossamer.recipes.task import make_task
-
+def run_member(rank: int, folder: str, resume: bool) -> Outcome:
+    """Train as member `rank` of an elastic job, which has no process group: members may join and leave."""
     config, _ = read_config(Path(folder))
     task = make_task(config.task, config.options)
     done = run(config, task, parse(config.method), Path(folder), rank=rank, resume=resume)
-    return {**done.state_dict(), "stopped": done.stopped, "unsaved": done.unsaved, **done.evaluation}
+    return {**outcome_of(done), "unsaved": done.unsaved}
+
+
+def _to_stderr(text: str) -> None:
+    print(f"gossamer: {text}", file=sys.stderr, flush=True)
 
 
 def run_elastic(
     lab: LabCluster,
     config: RunConfig,
     folder: Path,
-    resume: bool,
-    watch: Callable[[Row], None],
-    tell: Callable[[str], None] = lambda text: print(f"gossamer: {text}", file=sys.stderr, flush=True),
-) -> dict[str, Any]:
-    """Run on local workers that may die: the outcome of the first that holds the final evaluation, and `deaths`.
+    watch: Watch,
+    *,
+    resume: bool = False,
+    tell: Callable[[str], None] = _to_stderr,
+) -> Outcome:
+    """Train on local workers that may die; returns the outcome of the worker with the final evaluation, and `deaths`.
 
-    A worker that dies or raises is replaced, `config.max_replacements` times in a run, as long as others train. Bad
-    input and the death of the last one end the run.
+    A worker that dies or raises is replaced while others train, at most `config.max_replacements` times per run. Bad
+    input and the death of the last worker end the run.
     """
-    from gossamer.checkpoint.files import sweep
-    from gossamer.jobs.local import interrupts
-    from gossamer.recipes import graceful_stop as stop
-
-    stop.clear(folder)
-    sweep(folder / "checkpoints")  # nobody is writing yet
+    graceful_stop.clear(folder)
+    sweep(folder / "checkpoints")  # no worker is writing yet
     try:
         with (
             lab.directory() as address,
             lab.pool(env={"GOSSAMER_DIRECTORY": address}) as pool,
             _following_all(folder, config.workers, watch),
-            interrupts(lambda: stop.request(folder)),
+            interrupts(lambda: graceful_stop.request(folder)),
         ):
             return _watch_over(pool, config, folder, resume, tell)
     finally:
-        stop.clear(folder)
+        graceful_stop.clear(folder)
 
 
-@contextlib.contextmanager
-def _following_all(folder: Path, workers: int, watch: Callable[[Row], None]) -> Iterator[None]:
-    """Call `watch` with each step's row of whichever worker has done it first, and with all evaluations."""
-    from gossamer.jobs.local import following
-
+@contextmanager
+def _following_all(folder: Path, workers: int, watch: Watch) -> Iterator[None]:
+    """Call `watch` with the row of the first worker that completes each step, and with all evaluations."""
     furthest, lock = 0, threading.Lock()
 
     def first(row: Row) -> None:
@@ -77,7 +78,7 @@ def _following_all(folder: Path, workers: int, watch: Callable[[Row], None]) -> 
                 furthest = row["step"]
                 watch(row)
 
-    with contextlib.ExitStack() as all_files:
+    with ExitStack() as all_files:
         for rank in range(workers):
             all_files.enter_context(following(folder / f"metrics-{rank:05d}.jsonl", first))
         yield
@@ -85,24 +86,22 @@ def _following_all(folder: Path, workers: int, watch: Callable[[Row], None]) -> 
 
 def _watch_over(
     pool: WorkerPool, config: RunConfig, folder: Path, resume: bool, tell: Callable[[str], None]
-) -> dict[str, Any]:
-    from gossamer.lab import WorkerFailed
-    from gossamer.recipes.loop import Diverged
-
+) -> Outcome:
+    """Start all workers, replace those that die, and return the run's outcome when none is left."""
     for rank in range(config.workers):
-        pool.start(rank, work, str(folder), resume)
+        pool.start(rank, run_member, str(folder), resume)
     began = time.time()
     deaths: list[dict[str, Any]] = []
-    outcomes: dict[int, dict[str, Any]] = {}
+    outcomes: dict[int, Outcome] = {}
     while pool.running:
         for worker in pool.poll(0.5):
             if worker.ending == "returned":
                 outcomes[worker.rank] = worker.value
                 continue
             if isinstance(worker.error, InputError | Diverged):
-                raise worker.error  # a replacement would only say it again
+                raise worker.error  # a replacement would raise the same error
             if worker.generation and outcomes:
-                continue  # a replacement that came too late: the run is over
+                continue  # a replacement that joined too late: the run is over
             why = worker.why.strip().rsplit("\n", 1)[-1]
             deaths.append({"worker": worker.rank, "why": why})
             if len(deaths) > config.max_replacements and not _begun(folder, began):
@@ -117,23 +116,21 @@ def _watch_over(
     first = min(outcomes, key=lambda rank: (not outcomes[rank].get("final"), "averaged" not in outcomes[rank], rank))
     outcome = {**outcomes[first], "deaths": deaths, "unsaved": _unsaved(outcomes, folder)}
     if outcome["unsaved"] and outcome["stopped"]:
-        raise GossamerError(outcome["unsaved"])  # not "go on with --resume": this step is not there
+        raise GossamerError(outcome["unsaved"])  # there is no checkpoint of this step to resume from
     if outcome["unsaved"]:
         tell(outcome["unsaved"])
     return outcome
 
 
-def _unsaved(outcomes: dict[int, dict[str, Any]], folder: Path) -> str:
-    """Why the run's last checkpoint could not be written; empty if some workers have written it."""
-    from gossamer.checkpoint.files import steps_in
-
+def _unsaved(outcomes: dict[int, Outcome], folder: Path) -> str:
+    """Return why the run's last checkpoint could not be written; empty if some workers have written it."""
     newest = max(steps_in(folder / "checkpoints"), default=-1)
-    told = (outcomes[rank]["unsaved"] for rank in sorted(outcomes) if outcomes[rank]["step"] > newest)
-    return next((why for why in told if why), "")
+    reasons = (outcomes[rank]["unsaved"] for rank in sorted(outcomes) if outcomes[rank]["step"] > newest)
+    return next((why for why in reasons if why), "")
 
 
 def _begun(folder: Path, since: float) -> bool:
-    """Whether workers have come together: then each one's file of metrics was made, or made anew."""
+    """Return whether the workers have started training: each then makes its file of metrics, or rewrites it."""
     return any(file.stat().st_mtime >= since for file in folder.glob("metrics-*.jsonl"))
 
 
@@ -144,12 +141,12 @@ def _next(
     resume: bool,
     dead: Worker,
     count: int,
-    outcomes: dict[int, dict[str, Any]],
+    outcomes: dict[int, Outcome],
 ) -> str:
-    """Replace a dead worker if that makes sense; what was done."""
+    """Replace a dead worker if the run still needs it; returns what was done, as text."""
     if count > config.max_replacements:
         return f"the others go on without it: {config.max_replacements} were replaced already (--max-replacements)"
     if outcomes or not pool.running:
         return "the run ends without it"
-    pool.start(dead.rank, work, str(folder), resume)  # it loads only if the job has not begun
+    pool.start(dead.rank, run_member, str(folder), resume)  # it loads a checkpoint only if the job has not begun
     return f"replaced ({count} of at most {config.max_replacements})"

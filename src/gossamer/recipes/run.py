@@ -9,11 +9,10 @@ RUN/config.json            the configuration, the task's facts, versions, the co
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from gossamer.recipes.graceful_stop import Stop, StopAlone, StopHere
 from gossamer.recipes.gradients import choose
 from gossamer.recipes.loop import Clock, Progress, Row, train
 from gossamer.recipes.methods import Method, learning_rate
+from gossamer.recipes.metrics import Metrics
 from gossamer.recipes.strategy import DdpStrategy, GossipStrategy, Strategy, VirtualStrategy, Wrap
 from gossamer.recipes.task import Task
 
@@ -104,7 +104,7 @@ def run(
     def save(now: Progress) -> None:
         crew.save(checkpoints, now.step, {**now.state_dict(), "batched": batched})
 
-    with _Metrics(folder, rank, progress.step) as metrics, _leaving(stop, checkpoints):
+    with Metrics(folder, rank, progress.step) as metrics, _leaving(stop, checkpoints):
 
         def log(row: Row) -> None:
             metrics.write(row)
@@ -148,36 +148,3 @@ def make_strategy(
     if method.algorithm == "ddp":
         return DdpStrategy(task, method, config, rank, wrap)
     return GossipStrategy(task, method, config, rank, folder / "trace" if config.trace else None)
-
-
-class _Metrics:
-    """One process's rows. A resumed run forgets those after its checkpoint."""
-
-    def __init__(self, folder: Path, rank: int, at: int):
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"metrics-{rank:05d}.jsonl"
-        kept = []
-        if at and self._path.exists():
-            for line in self._path.read_text().splitlines():
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    break  # torn when the run was killed
-                if row["step"] <= at:
-                    kept.append(line)
-        beside = self._path.with_suffix(f".{os.getpid()}")
-        beside.write_text("".join(f"{line}\n" for line in kept))
-        beside.replace(self._path)
-        self._file: TextIO | None = None
-
-    def __enter__(self) -> _Metrics:
-        self._file = self._path.open("a", buffering=1)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._file is not None
-        self._file.close()
-
-    def write(self, row: Row) -> None:
-        assert self._file is not None
-        self._file.write(json.dumps(row) + "\n")

@@ -216,7 +216,7 @@ def load_run(folder: Path) -> Run:
             except ValueError:
                 break  # torn when the run was killed
             if "averaged" in row:
-                evaluations.append(row)
+                evaluations.append(_with_nan(row))
             else:
                 by_step.setdefault(row["step"], []).append(row)
     steps = []
@@ -227,6 +227,11 @@ def load_run(folder: Path) -> Run:
         merged["bytes"] = statistics.fmean(r["bytes"] for r in rows)
         steps.append(merged)
     return Run(folder, content, steps, evaluations)
+
+
+def _with_nan(row: dict[str, Any]) -> dict[str, Any]:
+    """Return an evaluation with NaN where its file has null, which stands for every number that is not finite."""
+    return {k: _with_nan(v) if isinstance(v, dict) else math.nan if v is None else v for k, v in row.items()}
 
 
 @dataclass
