@@ -65,7 +65,7 @@ def test_the_report_knows_how_long_ddp_waited(traced):
 
 
 def loaded(rank):
-    return sorted({"typer", "gossamer.cli"} & set(sys.modules))
+    return sorted({"typer", "gossamer.cli.program"} & set(sys.modules))
 
 
 def test_workers_do_not_import_the_command_line(traced, pools):

@@ -61,3 +61,9 @@ def test_jobs_do_not_need_the_command_line() -> None:
     code = "import gossamer.jobs.launched, gossamer.jobs.elastic, gossamer.jobs.compare, gossamer.recipes.run"
     loaded = json.loads(_python(f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"))
     assert not {"typer", "gossamer.cli"} & set(loaded)
+
+
+def test_the_main_script_does_not_import_the_command_line_in_a_worker() -> None:
+    """Every worker imports the main script of its launcher, under another name than `__main__`."""
+    code = "import runpy; runpy.run_module('gossamer', run_name='__mp_main__'); import gossamer.cli"
+    assert "typer" not in json.loads(_python(code + LOADED))

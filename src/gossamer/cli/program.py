@@ -1,4 +1,4 @@
-"""The `gossamer` program: finds commands by name and turns errors into one sentence and exit code 2."""
+"""The `gossamer` program: it finds commands by name and turns errors into one sentence and exit code 2."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typer.core import TyperGroup
 import gossamer
 from gossamer.errors import GossamerError
 
-# typer carries its own copy of click or imports click, by version; its public exception leads to either.
+# Depending on its version typer vendors click or imports it; its public exception leads to either.
 ClickError: type[Any] = typer.BadParameter.__mro__[2]
 
 
 class LazyGroup(TyperGroup):
-    """Commands are the modules named in `gossamer.cli.COMMANDS`, imported when asked for."""
+    """The commands are the modules that `gossamer.cli.COMMANDS` names, imported on demand."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         from gossamer.cli import COMMANDS
@@ -60,8 +60,8 @@ def program(
     """Decentralized (gossip) data-parallel training for PyTorch."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code (0 fine, 2 bad input, 130 interrupted)."""
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code; see `gossamer.cli.main`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         result = typer.main.get_command(app).main(arguments, prog_name="gossamer", standalone_mode=False)
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{_described(error)}; see '{where} --help'")
     except typer.Abort:
         return 130
-    except BrokenPipeError:  # the reader (`| head`) has seen enough
+    except BrokenPipeError:  # the reader (`| head`) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

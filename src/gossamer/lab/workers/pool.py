@@ -33,8 +33,7 @@ from gossamer.lab.workers.worker import Worker, WorkerFailed, pickle_call
 
 START_SECONDS = 120.0  # importing the main script on a loaded machine takes its time
 KILL_SECONDS = 10.0  # a process that outlives SIGKILL for longer hangs in the kernel
-# Most launchers are the `gossamer` command, and every worker imports the launcher's main script.
-PRELOAD = ["gossamer.lab.workers.preload", "gossamer.cli"]
+PRELOAD = ["gossamer.lab.workers.preload"]
 
 GUARD = '; its output is above, and a script must start workers below `if __name__ == "__main__":`'
 
