@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from gossamer import VirtualCluster
+from gossamer import algorithm as as_policy
 from gossamer.predict.consensus import ALGORITHMS, study
 from gossamer.report.record import environment, write_record
 from gossamer.topology import Layout, build
@@ -50,7 +51,7 @@ def by_engine(n: int, forcing: str, seed: int) -> dict[str, float]:
         models = [nn.ParameterList([torch.zeros(NUMBERS, dtype=torch.float64)]) for _ in range(n)]
         optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
         with VirtualCluster(n) as cluster:
-            cluster.decentralize(models, optimizers, topology="ring", algorithm=algorithm, seed=seed)
+            cluster.decentralize(models, optimizers, topology="ring", algorithm=as_policy(algorithm, seed=seed))
             squares = []
             for step in range(units_of(n)):
                 for i in range(n):

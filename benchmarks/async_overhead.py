@@ -68,8 +68,8 @@ def worker(rank: int, args: argparse.Namespace, model_mb: float, compute: float,
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, fused=True)
             gossip = None
             if kind != "plain":
-                options = {"topology": "ring", "algorithm": kind, "rate": args.rate, "pairing": "edges"}
-                gossip = gossamer.decentralize(model, optimizer, timeout=120, **options)
+                policy = gossamer.algorithm(kind, rate=args.rate, pairing="edges")
+                gossip = gossamer.decentralize(model, optimizer, timeout=120, topology="ring", algorithm=policy)
             dist.barrier()
             block[kind] = _block(model, optimizer, gossip, args.steps)
             if gossip is not None:

@@ -131,7 +131,7 @@ def memory(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     results = []
     for name, options in (
         ("ring", {"topology": "ring"}),
-        ("ring, staleness=1", {"topology": "ring", "staleness": 1}),
+        ("ring, staleness=1", {"topology": "ring", "algorithm": gossamer.AWC(staleness=1)}),
         ("ring, bf16 wire", {"topology": "ring", "wire": "bf16"}),
         ("aer", {"topology": "aer"}),
     ):

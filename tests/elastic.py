@@ -15,6 +15,7 @@ from torch import nn
 import gossamer
 from gossamer.comm.tcp import directory
 from gossamer.engine.elastic.gossip import ElasticGossip
+from policies import policies
 
 LIMIT = 60.0  # seconds until a test's worker counts as hung
 
@@ -40,7 +41,7 @@ class Worker(threading.Thread):
                 model, optimizer = self.job.make(self.rank)
             self.model = model
             gossip = gossamer.decentralize(
-                model, optimizer, on_failure="continue", **{"timeout": 20.0, **self.job.options}
+                model, optimizer, **policies(on_failure="continue", **{"timeout": 20.0, **self.job.options})
             )
             assert isinstance(gossip, ElasticGossip)
             self.gossip, self.started_at = gossip, gossip.stats()["steps"]
@@ -112,7 +113,7 @@ def job(monkeypatch: Any, n: int, per_node: int = 1, **options: Any) -> Any:
     made = Job(n, per_node, options)
     monkeypatch.setenv("GOSSAMER_DIRECTORY", f"127.0.0.1:{hosted.port}")
     engine = import_module("gossamer.engine.decentralize")
-    monkeypatch.setattr(engine, "rank_and_size", lambda _=False: (made.local.rank, n))
+    monkeypatch.setattr(engine, "rank_and_size", lambda without_group=False: (made.local.rank, n))
     for module in (engine, import_module("gossamer.comm.tcp.membership")):
         monkeypatch.setattr(module, "node_name", lambda: f"node={made.local.rank // per_node}")
     yield made

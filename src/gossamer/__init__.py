@@ -8,11 +8,19 @@ from gossamer.errors import GossamerError, GossamerWarning, InputError
 if TYPE_CHECKING:
     from gossamer.checkpoint import Checkpoints
     from gossamer.engine import (
+        ADPSGD,
+        ATC,
+        AWC,
+        A2CiD2,
         ConsensusGuard,
+        Continue,
+        ElasticGossip,
+        Exchange,
         Gossip,
         NeighborGuard,
         PeerError,
         VirtualCluster,
+        algorithm,
         decentralize,
         node_group,
         probe,
@@ -21,11 +29,44 @@ if TYPE_CHECKING:
     from gossamer.topology import Layout, Topology
 
 __version__ = "0.1.0"
+
+# Imported when first used: topologies and predictions work on a machine without torch.
+_HOMES = {
+    "gossamer.checkpoint": ("Checkpoints",),
+    "gossamer.engine": (
+        "ADPSGD",
+        "ATC",
+        "AWC",
+        "A2CiD2",
+        "ConsensusGuard",
+        "Continue",
+        "ElasticGossip",
+        "Exchange",
+        "Gossip",
+        "NeighborGuard",
+        "PeerError",
+        "VirtualCluster",
+        "algorithm",
+        "decentralize",
+        "node_group",
+        "probe",
+    ),
+    "gossamer.optim": ("AccumAdam", "AccumAdamW", "GossipAdam", "GossipAdamW"),
+    "gossamer.topology": ("Layout", "Topology"),
+}
+
 __all__ = [
+    "ADPSGD",
+    "ATC",
+    "AWC",
+    "A2CiD2",
     "AccumAdam",
     "AccumAdamW",
     "Checkpoints",
     "ConsensusGuard",
+    "Continue",
+    "ElasticGossip",
+    "Exchange",
     "GossamerError",
     "GossamerWarning",
     "Gossip",
@@ -38,27 +79,11 @@ __all__ = [
     "Topology",
     "VirtualCluster",
     "__version__",
+    "algorithm",
     "decentralize",
     "node_group",
     "probe",
 ]
-
-# Imported when first used: topologies and predictions work on a machine without torch.
-_HOMES = {
-    "gossamer.checkpoint": ("Checkpoints",),
-    "gossamer.engine": (
-        "ConsensusGuard",
-        "Gossip",
-        "NeighborGuard",
-        "PeerError",
-        "VirtualCluster",
-        "decentralize",
-        "node_group",
-        "probe",
-    ),
-    "gossamer.optim": ("AccumAdam", "AccumAdamW", "GossipAdam", "GossipAdamW"),
-    "gossamer.topology": ("Layout", "Topology"),
-}
 
 
 def __getattr__(name: str) -> Any:

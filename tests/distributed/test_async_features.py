@@ -15,7 +15,7 @@ def idle(rank, decentralize, algorithm, wire):
     """No learning: whatever moves is communication. Every worker starts somewhere else; many buckets."""
     model = seeded(rank, lambda: mlp(200))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    settings = {"topology": "ring", "algorithm": algorithm, "wire": wire, "rate": 2.0, "bucket_mb": 0.001}
+    settings = {"topology": "ring", "algorithm": algorithm, "wire": wire, "rate": 2.0, "bucket_mib": 0.001}
     with decentralize(model, optimizer, broadcast=False, **settings) as gossip:
         state = gossip.lanes[0].state
         start = torch.cat(state.x).double()  # nothing is exchanged before the first steps

@@ -16,6 +16,7 @@ from workers import QUICK_NAMES, process_group
 
 import gossamer
 from gossamer.checkpoint import consensus, files
+from policies import policies
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +29,9 @@ def trained(rank, folder, steps, resume=False, broken=None, fail=None, patience=
         torch.manual_seed(rank)
         model = nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.2), nn.Linear(6, 2))
         optimizer = gossamer.AccumAdamW(model.parameters(), lr=0.05, accumulate=3)
-        gossip = gossamer.decentralize(model, optimizer, timeout=patience, **{"topology": "ring", **settings})
+        gossip = gossamer.decentralize(
+            model, optimizer, timeout=patience, **policies(**{"topology": "ring", **settings})
+        )
         checkpoints = gossamer.Checkpoints(folder, keep_last=None)
         loaded = checkpoints.load(gossip, model, optimizer) if resume else None
         if rank == broken:

@@ -9,6 +9,7 @@ import torch
 from elastic import finish, job
 from gossamer import InputError, VirtualCluster
 from gossamer.comm import PeerError
+from policies import policies
 
 
 def report(gossip):
@@ -209,8 +210,8 @@ def test_nobody_there(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"on_failure": "ignore"}, "on_failure must be 'raise' or 'continue', got 'ignore'"),
-        ({"soft_deadline": 0}, "soft_deadline must be a positive number of seconds, got 0"),
+        ({"on_failure": "ignore"}, "on_failure must be one of raise, continue, got 'ignore'"),
+        ({"soft_deadline": 0}, r"soft_deadline must be a positive duration \(seconds or a timedelta\), got 0"),
         ({"soft_deadline": 9.0}, "must not be longer than hard_deadline=5"),
         ({"algorithm": "ad-psgd", "on_failure": "continue"}, "re-plans rounds, and 'ad-psgd' has none"),
     ],
@@ -219,7 +220,7 @@ def test_bad_arguments(options, complaint):
     from gossamer.engine.policies import Settings
 
     with pytest.raises(InputError, match=complaint):
-        Settings(**options)
+        Settings.of(**policies(**options))
 
 
 def test_threads_and_sockets_are_gone_after_close(monkeypatch):

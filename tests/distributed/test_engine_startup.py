@@ -57,7 +57,7 @@ def start(rank, decentralize, kind):
     elif kind == "filter":
         settings["parameters"] = (lambda name, _: name != "0.bias") if odd else None
     elif kind == "bad setting":
-        settings["every"] = 0 if odd else 1
+        settings["wire"] = "fp8" if odd else "fp32"
     elif kind == "crash":
         settings["parameters"] = fussy if odd else None
     optimizer = sgd(model)
@@ -82,7 +82,7 @@ def start(rank, decentralize, kind):
         ("topology", 'topology.name: worker 0 has "complete", worker 1 has "ring"'),
         ("wire", 'settings.wire: worker 0 has "fp32", worker 1 has "bf16"'),
         ("filter", '"0.bias"'),
-        ("bad setting", "worker 1: every must be an integer of at least 1, got 0"),
+        ("bad setting", "worker 1: unknown wire 'fp8'; choose one of fp32, bf16, fp16, int8"),
         ("crash", "worker 1: KeyError: 'no such layer'"),
         ("lbfgs", "worker 1: LBFGS"),
         ("foreign", "worker 1: optimizer 0 (SGD) holds a parameter of shape (8, 6) that is not the model's"),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gossamer
+from policies import policies
 
 # A store looks up the names of those who connect; a name server that does not answer must not hold up the tests.
 QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
@@ -36,7 +37,7 @@ def real(rank: int, scenario: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def decentralize(model: nn.Module, optimizer: Any, **settings: Any) -> gossamer.Gossip:
-    return gossamer.decentralize(model, optimizer, **{"timeout": 20, **settings})
+    return gossamer.decentralize(model, optimizer, **policies(**{"timeout": 20, **settings}))
 
 
 def error_of(rank: int, scenario: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str] | None:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from gossamer import ConsensusGuard, InputError, VirtualCluster
+from policies import policies
 
 ALGORITHMS = ["ad-psgd", "a2cid2"]
 
@@ -15,7 +16,7 @@ def cluster_of(n, make=lambda ps: torch.optim.SGD(ps, lr=0.0), **settings):
     models = [nn.ParameterList([torch.randn(300, generator=generator)]) for _ in range(n)]
     optimizers = [make(m.parameters()) for m in models]
     cluster = VirtualCluster(n)
-    gossips = cluster.decentralize(models, optimizers, broadcast=False, **{"topology": "ring", **settings})
+    gossips = cluster.decentralize(models, optimizers, broadcast=False, **policies(**{"topology": "ring", **settings}))
     return cluster, gossips, models, optimizers
 
 
@@ -58,15 +59,15 @@ def test_a_pair_gains_what_it_loses(algorithm, wire):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"rate": 0}, "rate must be a positive number of exchanges a gradient, got 0"),
-        ({"rate": -1.0}, "rate must be a positive number of exchanges a gradient, got -1.0"),
+        ({"rate": 0}, "rate must be a positive number of exchanges per gradient, got 0"),
+        ({"rate": -1.0}, "rate must be a positive number of exchanges per gradient, got -1.0"),
         ({"max_staleness": 0}, "max_staleness=0 would keep all workers in step"),
         ({"max_staleness": 0, "gaps": "fixed"}, "max_staleness=0 would keep all workers in step"),
         ({"max_staleness": -2}, "max_staleness must be an integer of at least 1, got -2"),
-        ({"max_staleness": 1, "clock": "virtual"}, "on the virtual clock their pace is given"),
-        ({"every": 2}, "every=2 needs rounds"),
-        ({"staleness": 1}, "staleness=1 needs rounds"),
-        ({"average_every": 4}, "average_every=4 needs rounds"),
+        ({"max_staleness": 1, "clock": "virtual"}, "the virtual clock fixes their pace"),
+        ({"every": 2}, "algorithm 'a2cid2' has no setting 'every'; it takes rate, "),
+        ({"staleness": 1}, "algorithm 'a2cid2' has no setting 'staleness'"),
+        ({"average_every": 4}, "algorithm 'a2cid2' has no setting 'average_every'"),
         ({"guard": ConsensusGuard()}, "needs rounds"),
         ({"gaps": "uniform"}, "gaps must be one of poisson, fixed, got 'uniform'"),
         ({"pairing": "random"}, "pairing must be one of auto, edges, rounds, got 'random'"),
@@ -82,7 +83,9 @@ def test_bad_settings_are_refused(settings, sentence):
 
 @pytest.mark.parametrize("name", ["rate", "max_staleness", "clock"])
 def test_synchronous_algorithms_refuse_asynchronous_settings(name):
-    with pytest.raises(InputError, match=f"{name} belongs to the asynchronous algorithms"):
+    with pytest.raises(
+        InputError, match=f"algorithm 'awc' has no setting '{name}'; it takes every, average_every, staleness"
+    ):
         cluster_of(3, algorithm="awc", **{name: {"rate": 2.0, "max_staleness": 3, "clock": "virtual"}[name]})
 
 

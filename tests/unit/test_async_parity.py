@@ -8,6 +8,7 @@ from torch import nn
 
 from async_reference import AsyncReference, padded
 from gossamer import VirtualCluster
+from policies import policies
 
 SHAPES = [(5, 7), (7,), (3,)]
 ALGORITHMS = ["ad-psgd", "a2cid2"]
@@ -45,7 +46,11 @@ class Pair:
         self.optimizers = [make(m.parameters()) for m in self.models]
         self.cluster = VirtualCluster(n)
         self.gossips = self.cluster.decentralize(
-            self.models, self.optimizers, topology=topology, algorithm=algorithm, broadcast=False, **settings
+            self.models,
+            self.optimizers,
+            topology=topology,
+            broadcast=False,
+            **policies(algorithm=algorithm, **settings),
         )
 
     def gradients(self, i, step):

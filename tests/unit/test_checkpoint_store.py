@@ -13,6 +13,7 @@ from torch import nn
 import gossamer
 from gossamer import Checkpoints, GossamerError, GossamerWarning, InputError
 from gossamer.checkpoint import files
+from policies import policies
 
 
 class Counter:
@@ -36,7 +37,7 @@ class Run:
         self.models = [nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.3), nn.Linear(6, 2)) for _ in range(n)]
         self.optimizers = [gossamer.AccumAdamW(m.parameters(), lr=0.05, accumulate=3) for m in self.models]
         self.cluster = gossamer.VirtualCluster(n)
-        self.cluster.decentralize(self.models, self.optimizers, **{"topology": "ring", **settings})
+        self.cluster.decentralize(self.models, self.optimizers, **policies(**{"topology": "ring", **settings}))
         self.loaders = [Counter() for _ in range(n)]
 
     def train(self, steps):

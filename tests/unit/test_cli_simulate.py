@@ -9,7 +9,7 @@ import pytest
 
 from gossamer.cli import main
 from gossamer.engine.decentralize import decentralize
-from gossamer.engine.policies import Settings
+from gossamer.engine.policies import Exchange, Settings
 from gossamer.predict.advise import advise, line
 from gossamer.predict.cluster import load
 from gossamer.predict.methods import parse
@@ -194,14 +194,15 @@ def test_every_line_to_paste_is_accepted(tmp_path, buckets):
             assert given.get("bucket_cap_mb") == row.options.get("bucket_mb")
             continue
         topology = build(given.pop("topology"), layout)
-        settings = Settings(**given)
+        settings = Settings.of(**given)
         method = parse(row.method)
         assert topology.name == build(method.topology, layout).name
-        assert (settings.algorithm, settings.wire) == (row.algorithm, method.wire)
-        assert {k: getattr(settings, k) for k in row.options} == row.options
+        assert (settings.algorithm.name, settings.wire) == (row.algorithm, method.wire)
+        names = {"bucket_mb": "bucket_mib"}
+        assert {k: getattr(settings.exchange, names.get(k, k)) for k in row.options} == row.options
         options_seen |= set(row.options)
         if buckets and not method.asynchronous:
-            assert -(-260_000_000 // round(settings.bucket_mb * 2**20)) == buckets
+            assert -(-260_000_000 // round(settings.exchange.bucket_mib * 2**20)) == buckets
     assert "in_flight" in options_seen or "bucket_mb" in options_seen  # latency counts for every wave of buckets
 
 
@@ -210,7 +211,7 @@ def engine(calls):
         given = dict(signature(decentralize).bind(*positional, **named).arguments)
         calls.append({k: v for k, v in given.items() if k not in ("model", "optimizer")})
 
-    return SimpleNamespace(decentralize=bind)
+    return SimpleNamespace(decentralize=bind, Exchange=Exchange)
 
 
 def torch(calls):

@@ -5,13 +5,15 @@ import socket
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from gossamer.comm import GlooTransport
+from gossamer.comm import GlooTransport, WorkerGroup
 from gossamer.comm.tcp import directory
 
 
 def test_the_first_to_be_lost_is_named_by_all():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    near, far = (GlooTransport(PrefixStore("job", store), rank, 4, 10.0) for rank in (0, 2))
+    near, far = (
+        GlooTransport(PrefixStore("job", store), WorkerGroup(rank, (0, 1, 2, 3), None), 10.0) for rank in (0, 2)
+    )
     assert near.first_lost(1) == 1
     assert far.first_lost(0) == 1
     far.close()

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import gossamer
+from policies import policies
 from reference import distance
 
 
@@ -20,7 +21,7 @@ def start(per_node, **settings):
     models = [network() for _ in range(n)]
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.05) for m in models]
     cluster = gossamer.VirtualCluster(per_node=per_node)
-    cluster.decentralize(models, optimizers, **settings)
+    cluster.decentralize(models, optimizers, **policies(**settings))
     return cluster, models, optimizers
 
 

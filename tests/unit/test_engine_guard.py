@@ -5,13 +5,14 @@ import torch
 
 from gossamer import ConsensusGuard, InputError, NeighborGuard, VirtualCluster
 from gossamer.engine.policies import Settings
+from policies import policies
 
 
 def workers(n, **options):
     models = [torch.nn.Linear(6, 4) for _ in range(n)]
     cluster = VirtualCluster(n)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.0) for m in models]
-    return models, optimizers, cluster.decentralize(models, optimizers, **options)
+    return models, optimizers, cluster.decentralize(models, optimizers, **policies(**options))
 
 
 def step(models, optimizers, times=1):
@@ -62,12 +63,12 @@ def test_a_jump_is_refused_and_an_ordinary_distance_is_not():
 
 
 def test_guards_may_be_combined_and_nonsense_is_refused():
-    both = Settings(guard=[ConsensusGuard(), NeighborGuard(max_jump=3)])
+    both = Settings.of(guard=[ConsensusGuard(), NeighborGuard(max_jump=3)])
     assert both.consensus_guard == ConsensusGuard()
     assert both.max_jump == 3
-    assert Settings().max_jump is None
-    assert Settings(on_failure="continue").max_jump == float("inf")  # there what is not finite is always refused
+    assert Settings.of().max_jump is None
+    assert Settings.of(on_failure="continue").max_jump == float("inf")  # there what is not finite is always refused
     with pytest.raises(InputError, match="max_jump must be a positive number, got 0"):
         NeighborGuard(max_jump=0)
     with pytest.raises(InputError, match="guard must be a ConsensusGuard, a NeighborGuard or a list of both"):
-        Settings(guard="yes")
+        Settings.of(guard="yes")

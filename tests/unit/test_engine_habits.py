@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import gossamer
+from policies import policies
 
 
 def start(n=3, make=lambda ps: torch.optim.SGD(ps, lr=0.1), model=lambda: nn.Linear(4, 3), **settings):
@@ -14,13 +15,13 @@ def start(n=3, make=lambda ps: torch.optim.SGD(ps, lr=0.1), model=lambda: nn.Lin
     models = [model() for _ in range(n)]
     optimizers = [make(m.parameters()) for m in models]
     cluster = gossamer.VirtualCluster(n)
-    gossips = cluster.decentralize(models, optimizers, **settings)
+    gossips = cluster.decentralize(models, optimizers, **policies(**settings))
     return cluster, gossips, models, optimizers
 
 
 def test_clipping_is_global():
     """Many buckets, one norm: the first step of a worker is the plain loop's."""
-    _, _, models, optimizers = start(2, bucket_mb=64 / 2**20)
+    _, _, models, optimizers = start(2, bucket_mib=64 / 2**20)
     plain = copy.deepcopy(models[0])
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for m, o in ((models[0], optimizers[0]), (plain, plain_optimizer)):

@@ -6,11 +6,12 @@ from torch import nn
 
 import gossamer
 from gossamer.errors import GossamerError, InputError
+from policies import policies
 
 
 def cluster_of(models, optimizers, **settings):
     cluster = gossamer.VirtualCluster(len(models))
-    gossips = cluster.decentralize(models, optimizers, **settings)
+    gossips = cluster.decentralize(models, optimizers, **policies(**settings))
     return cluster, gossips
 
 
@@ -97,13 +98,13 @@ def test_odd_strides_empty_and_scalar_parameters():
     assert models[0].expanded[1] != 9.0
 
 
-@pytest.mark.parametrize("bucket_mb", [None, 0.0001])
-def test_a_dtype_with_only_empty_parameters(bucket_mb):
+@pytest.mark.parametrize("bucket_mib", [None, 0.0001])
+def test_a_dtype_with_only_empty_parameters(bucket_mib):
     models = linear(2)
     for m in models:
         m.nothing = nn.Parameter(torch.empty(0, dtype=torch.float64))
     optimizers = sgd(models)
-    cluster_of(models, optimizers, bucket_mb=bucket_mb)
+    cluster_of(models, optimizers, bucket_mib=bucket_mib)
     step_all(models, optimizers)
     step_all(models, optimizers)
 

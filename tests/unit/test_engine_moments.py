@@ -2,7 +2,7 @@
 
 import torch
 
-from gossamer import VirtualCluster
+from gossamer import AWC, VirtualCluster
 
 
 def test_exact_averages_leave_the_moments_local():
@@ -11,7 +11,7 @@ def test_exact_averages_leave_the_moments_local():
         torch.manual_seed(1)
         models.append(torch.nn.Linear(5, 4))
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9) for m in models]
-    VirtualCluster(3).decentralize(models, optimizers, topology="ring", average_every=4)
+    VirtualCluster(3).decentralize(models, optimizers, topology="ring", algorithm=AWC(average_every=4))
     for step in range(6):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             x = torch.randn(8, 5, generator=torch.Generator().manual_seed(31 * step + rank))

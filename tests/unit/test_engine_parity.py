@@ -7,6 +7,7 @@ from torch import nn
 
 import gossamer
 from gossamer.topology import Layout, build, entries
+from policies import policies
 from reference import Dense, quadratic
 
 FLAT = [[n] for n in (1, 2, 3, 4, 5, 7, 8, 16)]
@@ -62,8 +63,7 @@ def check(case, layout, topology, names, dtype, steps, **settings):
         optimizers,
         topology=topology,
         broadcast=False,
-        bucket_mb=BUCKET_BYTES * dtype.itemsize // 4 / 2**20,
-        **settings,
+        **policies(bucket_mib=BUCKET_BYTES * dtype.itemsize // 4 / 2**20, **settings),
     )
     gradient = quadratic(n, SHAPES, steps, dtype)
     tolerance = 2e-6 if dtype == torch.float32 else 1e-12

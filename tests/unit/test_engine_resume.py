@@ -10,6 +10,7 @@ from torch import nn
 import gossamer
 from gossamer import ConsensusGuard
 from gossamer.errors import InputError
+from policies import policies
 
 CASES = {
     "awc": {},
@@ -40,7 +41,7 @@ class Run:
         ]
         self.cluster = gossamer.VirtualCluster(per_node=per_node)
         self.gossips = self.cluster.decentralize(
-            self.models, self.optimizers, broadcast=broadcast, bucket_mb=128 / 2**20, **settings
+            self.models, self.optimizers, broadcast=broadcast, **policies(bucket_mib=128 / 2**20, **settings)
         )
 
     def train(self, first, last):

@@ -10,6 +10,7 @@ from torch import nn
 import gossamer
 from gossamer.comm.local import LocalChannel
 from gossamer.topology import Layout, build
+from policies import policies
 from reference import Dense, distance, quadratic
 
 SHAPES = [(5, 7), (7,)]
@@ -45,10 +46,8 @@ class Delayed:
             self.models,
             self.optimizers,
             topology=topology,
-            staleness=staleness,
             broadcast=False,
-            bucket_mb=96 * dtype.itemsize // 4 / 2**20,
-            **settings,
+            **policies(staleness=staleness, bucket_mib=96 * dtype.itemsize // 4 / 2**20, **settings),
         )
         self.t = 0
 
@@ -153,7 +152,9 @@ def test_zero_learning_rate_keeps_the_mean_on_lossy_wires(monkeypatch, wire):
     models = [nn.Linear(9, 7) for _ in range(5)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.0) for m in models]
     cluster = gossamer.VirtualCluster(5)
-    cluster.decentralize(models, optimizers, topology=build("ring", layout), staleness=2, wire=wire, broadcast=False)
+    cluster.decentralize(
+        models, optimizers, topology=build("ring", layout), wire=wire, broadcast=False, **policies(staleness=2)
+    )
     now = [0]
     monkeypatch.setattr(LocalChannel, "wait", lambda c, j, t: WAIT(c, j, t) and (t != 0 or now[0] % 2 == 0))
     before = torch.stack([m.weight.detach().clone() for m in models]).double().mean(dim=0)
@@ -172,7 +173,7 @@ def test_a_worker_may_run_ahead_by_the_staleness():
     models = [nn.Linear(3, 2) for _ in range(2)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
     cluster = gossamer.VirtualCluster(2)
-    gossips = cluster.decentralize(models, optimizers, topology="complete", staleness=1)
+    gossips = cluster.decentralize(models, optimizers, topology="complete", **policies(staleness=1))
     optimizers[0].step()
     optimizers[0].step()
     assert gossips[0].stats()["skipped_mixes"] == 1

@@ -9,6 +9,7 @@ import gossamer
 from gossamer.engine.policies import Settings
 from gossamer.errors import InputError
 from gossamer.topology import Layout, build
+from policies import policies
 
 
 def start(per_node, lr=0.0, broadcast=False, **settings):
@@ -17,7 +18,7 @@ def start(per_node, lr=0.0, broadcast=False, **settings):
     models = [nn.Linear(4, 3) for _ in range(n)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=lr) for m in models]
     cluster = gossamer.VirtualCluster(per_node=per_node)
-    gossips = cluster.decentralize(models, optimizers, broadcast=broadcast, **settings)
+    gossips = cluster.decentralize(models, optimizers, broadcast=broadcast, **policies(**settings))
     return cluster, gossips, models, optimizers
 
 
@@ -160,21 +161,21 @@ def test_a_topology_of_another_size():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"algorithm": "dsgd"}, r"unknown algorithm 'dsgd'; choose one of awc, atc"),
+        ({"algorithm": "dsgd"}, r"algorithm must be one of awc, atc, ad-psgd, a2cid2, got 'dsgd'"),
         ({"wire": "fp8"}, r"unknown wire 'fp8'; choose one of fp32, bf16, fp16, int8"),
-        ({"buffers": "max"}, r"buffers must be 'average' or 'local', got 'max'"),
+        ({"buffers": "max"}, r"buffers must be one of average, local, got 'max'"),
         ({"every": 0}, r"every must be an integer of at least 1, got 0"),
         ({"every": 1.5}, r"every must be an integer of at least 1, got 1.5"),
         ({"every": True}, r"every must be an integer of at least 1, got True"),
         ({"staleness": -1}, r"staleness must be an integer of at least 0, got -1"),
         ({"average_every": -1}, r"average_every must be an integer of at least 0, got -1"),
         ({"in_flight": 0}, r"in_flight must be an integer of at least 1, got 0"),
-        ({"bucket_mb": 0}, r"bucket_mb must be a positive number, got 0; leave it out"),
-        ({"bucket_mb": float("inf")}, r"bucket_mb must be a positive number, got inf; leave it out"),
-        ({"bucket_mb": "25"}, r"bucket_mb must be a positive number, got '25'; leave it out"),
-        ({"timeout": 0}, r"timeout must be a positive number of seconds, got 0"),
-        ({"timeout": None}, r"timeout must be a positive number of seconds, got None"),
-        ({"algorithm": "atc", "staleness": 1}, r"'atc' waits for every exchange, so staleness must be 0, got 1; use"),
+        ({"bucket_mib": 0}, r"bucket_mib must be a positive number of MiB, got 0; leave it out"),
+        ({"bucket_mib": float("inf")}, r"bucket_mib must be a positive number of MiB, got inf; leave it out"),
+        ({"bucket_mib": "25"}, r"bucket_mib must be a positive number of MiB, got '25'; leave it out"),
+        ({"timeout": 0}, r"timeout must be a positive duration \(seconds or a timedelta\), got 0"),
+        ({"timeout": None}, r"timeout must be a positive duration \(seconds or a timedelta\), got None"),
+        ({"algorithm": "atc", "staleness": 1}, r"'atc' has no setting 'staleness'; it takes every, average_every"),
         ({"every": 4, "average_every": 6}, r"must be a multiple of every=4, got 6; use 8"),
         ({"every": 4, "average_every": 1}, r"must be a multiple of every=4, got 1; use 4"),
         ({"guard": 0.05}, r"guard must be a ConsensusGuard, a NeighborGuard or a list of both, got 0.05; pass Cons"),
@@ -182,5 +183,5 @@ def test_a_topology_of_another_size():
 )  # fmt: skip
 def test_bad_settings(wrong, said):
     with pytest.raises(InputError, match=said) as caught:
-        Settings(**wrong)
+        Settings.of(**policies(**wrong))
     assert "\n" not in str(caught.value)

@@ -8,6 +8,7 @@ from torch import nn
 import gossamer
 from gossamer.topology import Layout, build, entries
 from gossamer.topology.plan import program
+from policies import policies
 from reference import distance
 
 WIRES = ["fp32", "bf16", "fp16", "int8"]
@@ -33,7 +34,7 @@ class Still:
             self.models.append(model)
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.0) for m in self.models]
         self.cluster = gossamer.VirtualCluster(per_node=per_node)
-        self.gossips = self.cluster.decentralize(self.models, self.optimizers, broadcast=False, **settings)
+        self.gossips = self.cluster.decentralize(self.models, self.optimizers, broadcast=False, **policies(**settings))
 
     def step(self):
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
@@ -48,7 +49,7 @@ class Still:
 @pytest.mark.parametrize("topology", [e.name for e in entries()])
 def test_the_mean_does_not_move(topology, wire, algorithm):
     for per_node in LAYOUTS:
-        still = Still(per_node, topology=topology, wire=wire, algorithm=algorithm, bucket_mb=100 / 2**20)
+        still = Still(per_node, topology=topology, wire=wire, algorithm=algorithm, bucket_mib=100 / 2**20)
         before = still.values()
         for _ in range(6):
             still.step()
@@ -238,7 +239,7 @@ def test_bytes_of_weighted_neighbors(wire):
 def test_stats_count_exactly_the_messages_of_the_plan(topology, wire):
     """Three buckets, several rounds, unequal nodes: every message of every program, encoded as it travels."""
     for per_node in ([5], [2, 2, 1]):
-        still = Still(per_node, 48, topology=topology, wire=wire, bucket_mb=64 / 2**20)
+        still = Still(per_node, 48, topology=topology, wire=wire, bucket_mib=64 / 2**20)
         built = build(topology, still.layout)
         steps = 5
         for _ in range(steps):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import gossamer
 from gossamer import InputError
 from gossamer.jobs.configure import build_config, per_node_from
 from gossamer.predict.methods import parse
@@ -113,6 +114,9 @@ def test_optimizers_and_gossip_of_a_method():
     assert learning_rate(parse("dsgd:ring"), RunConfig(task="x", lr=0.7)) == 0.7
     settings = gossip_settings(parse("dadam:ring:bf16"), RunConfig(task="x", combine="atc", average_every=4))
     assert settings == {
-        "topology": "ring", "algorithm": "atc", "wire": "bf16", "every": 1, "staleness": 0, "average_every": 4
-    }  # fmt: skip
-    assert gossip_settings(parse("a2cid2:ring"), RunConfig(task="x"))["algorithm"] == "a2cid2"
+        "topology": "ring",
+        "algorithm": gossamer.ATC(average_every=4),
+        "wire": "bf16",
+        "on_failure": "raise",
+    }
+    assert gossip_settings(parse("a2cid2:ring"), RunConfig(task="x"))["algorithm"] == gossamer.A2CiD2()

@@ -143,7 +143,7 @@ class Participants:
         own = self.gossips[0]
         ours = (self.total, own.lanes[0].schedule.topology.name, len(own.lanes))
         theirs = (state["workers"], state["topology"], len(state["lanes"]))
-        kind = own.settings.algorithm if own.settings.asynchronous else None
+        kind = own.settings.algorithm.name if own.settings.asynchronous else None
         return ours == theirs and all(lane.get("algorithm") == kind for lane in state["lanes"])
 
     def go_on(self, states: Sequence[Any], same: bool, steps: Sequence[int]) -> bool:

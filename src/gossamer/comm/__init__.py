@@ -17,16 +17,21 @@ from gossamer.comm.gloo import GlooTransport
 from gossamer.comm.guards import inspected
 from gossamer.comm.local import Hub, LocalTransport
 from gossamer.comm.process_groups import (
+    DeviceMesh,
     PrefixStore,
+    ProcessGroup,
     Store,
+    WorkerGroup,
     ddp_process_group,
     default_store,
     group_ranks,
+    is_fully_sharded,
     layout_of,
     node_name,
     rank_and_size,
     sharded_ranks,
     subgroup_of,
+    worker_group,
 )
 from gossamer.comm.round_barrier import Counted, RoundBarrier
 from gossamer.comm.tcp.directory import Unreachable, look
@@ -44,6 +49,7 @@ __all__ = [
     "Combine",
     "Counted",
     "Deadline",
+    "DeviceMesh",
     "Exchange",
     "GlooTransport",
     "Hub",
@@ -54,6 +60,7 @@ __all__ = [
     "PeerError",
     "Plain",
     "PrefixStore",
+    "ProcessGroup",
     "Purpose",
     "Record",
     "Refused",
@@ -66,6 +73,7 @@ __all__ = [
     "Transport",
     "Unreachable",
     "Wire",
+    "WorkerGroup",
     "arrived",
     "clock",
     "correction",
@@ -74,6 +82,7 @@ __all__ = [
     "exchange",
     "group_ranks",
     "inspected",
+    "is_fully_sharded",
     "layout_of",
     "look",
     "node_name",
@@ -84,4 +93,5 @@ __all__ = [
     "sharded_ranks",
     "subgroup_of",
     "wire_named",
+    "worker_group",
 ]

@@ -22,6 +22,7 @@ from gossamer.comm.process_groups import (
     PrefixStore,
     ProcessGroupGloo,
     Store,
+    WorkerGroup,
     broadcast_from_first,
     gloo_device,
     subgroup_of,
@@ -90,13 +91,13 @@ class Edge:
 class GlooTransport(Transport):
     """A worker's edges. `store` holds their addresses; a worker talks only to whom its rounds name."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float, group: Any = None):
-        self.rank, self.size = rank, size
-        self._store, self._timeout, self._group = store, timeout, group
+    def __init__(self, store: Store, workers: WorkerGroup, timeout: float):
+        self.rank, self.size, self._workers = workers.rank, workers.size, workers
+        self._store, self._timeout = store, timeout
         self._edges: dict[int, Edge] = {}
         self._lock = threading.Lock()
         self._left = threading.Event()
-        self.pace = Pace.from_environment(rank)  # None: links are what they are
+        self.pace = Pace.from_environment(workers.rank)  # None: links are what they are
         # A blocking get holds its client's lock: edges connect through a client of their own.
         self._edge_store = store.clone()  # type: ignore[attr-defined]
 
@@ -125,7 +126,11 @@ class GlooTransport(Transport):
         return [self._store.get(key).decode() for key in keys]
 
     def broadcast(self, tensors: list[Tensor], among: tuple[tuple[int, ...], ...] | None = None) -> None:
-        broadcast_from_first(tensors, self._group if among is None else subgroup_of(among))
+        if among is None:
+            broadcast_from_first(tensors, self._workers.group)
+        else:
+            ranks = self._workers.ranks
+            broadcast_from_first(tensors, subgroup_of(tuple(tuple(ranks[w] for w in group) for group in among)))
 
     def first_lost(self, peer: int) -> int:
         """Whom a worker of this job lost first: the one that died, where others only follow it."""

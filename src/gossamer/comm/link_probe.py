@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gossamer.comm.gloo import Edge, GlooTransport
-from gossamer.comm.process_groups import PrefixStore, default_store, layout_of, node_name, rank_and_size
+from gossamer.comm.process_groups import PrefixStore, default_store, layout_of, node_name, rank_and_size, worker_group
 from gossamer.comm.transport import clock
 
 PINGS = 30
@@ -64,7 +64,7 @@ def tournament(nodes: int) -> list[list[tuple[int, int]]]:
 def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
     """Measure, for about `seconds` a bandwidth. Collective: every worker of the job calls it."""
     rank, size = rank_and_size()
-    transport = GlooTransport(PrefixStore("gossamer/probe", default_store()), rank, size, timeout)
+    transport = GlooTransport(PrefixStore("gossamer/probe", default_store()), worker_group(None), timeout)
     layout = layout_of(transport.share("node", node_name()))
     edges: dict[int, Edge] = {}
     samples: list[dict[str, Any]] = []

@@ -5,18 +5,54 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from gossamer.errors import InputError
 from gossamer.topology import Layout
 
-__all__ = ["PrefixStore", "ProcessGroupGloo", "Store"]
+__all__ = ["DeviceMesh", "PrefixStore", "ProcessGroup", "ProcessGroupGloo", "Store"]
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """The workers that gossip with each other, seen from one of them: `rank` is its number among `ranks`."""
+
+    rank: int
+    ranks: tuple[int, ...]  # their ranks in the default process group
+    group: ProcessGroup | None  # None: the default process group
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+def worker_group(given: ProcessGroup | DeviceMesh | None) -> WorkerGroup:
+    """The workers of a process group or of a one-dimensional mesh; of the default process group if there is none."""
+    rank, size = rank_and_size()
+    if given is None:
+        return WorkerGroup(rank, tuple(range(size)), None)
+    if isinstance(given, DeviceMesh):
+        if given.ndim != 1:
+            raise InputError(
+                f"process_group takes a one-dimensional DeviceMesh, got one of shape {tuple(given.shape)}; pass the "
+                "dimension over which the model is replicated, such as mesh['dp']"
+            )
+        given = given.get_group()
+    if isinstance(given, int):  # torch's GroupMember.NON_GROUP_MEMBER
+        raise InputError(f"worker {rank} is not in the process group that it passed; every worker passes its own group")
+    if not isinstance(given, ProcessGroup):
+        raise InputError(f"process_group takes a ProcessGroup or a DeviceMesh, got {type(given).__name__}")
+    ranks = tuple(dist.get_process_group_ranks(given))
+    return WorkerGroup(ranks.index(rank), ranks, given)
 
 
 def rank_and_size(without_group: bool = False) -> tuple[int, int]:
@@ -93,6 +129,11 @@ def group_ranks(group: Any) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
+def is_fully_sharded(model: torch.nn.Module) -> bool:
+    """Whether FSDP2's `fully_shard` was applied to the model or to a part of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
 def sharded_ranks(parameter: Tensor) -> list[int]:
     """The ranks over which a DTensor is sharded."""
     mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
@@ -103,9 +144,14 @@ _subgroups: dict[tuple[tuple[int, ...], ...], tuple[Any, Any]] = {}
 
 
 def subgroup_of(members: tuple[tuple[int, ...], ...]) -> Any:
-    """This worker's group of a partition into groups, such as the nodes; made once a process group, collectively."""
+    """This worker's group of a partition of some workers into groups, such as the nodes. Made once per default process
+    group. Collective among the workers of `members`."""
     world = dist.group.WORLD
     if members not in _subgroups or _subgroups[members][0] is not world:
-        mine, _ = dist.new_subgroups_by_enumeration([list(m) for m in members])  # type: ignore[no-untyped-call]
-        _subgroups[members] = (world, mine)
+        if sum(map(len, members)) == dist.get_world_size():
+            made, _ = dist.new_subgroups_by_enumeration([list(m) for m in members])  # type: ignore[no-untyped-call]
+        else:  # the others do not call this
+            mine = next(m for m in members if dist.get_rank() in m)
+            made = dist.new_group(list(mine), use_local_synchronization=True)
+        _subgroups[members] = (world, made)
     return _subgroups[members][1]

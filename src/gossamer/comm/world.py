@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gossamer.comm.gloo import GlooTransport
-from gossamer.comm.process_groups import PrefixStore, default_store, layout_of, node_name
+from gossamer.comm.process_groups import PrefixStore, default_store, layout_of, node_name, worker_group
 from gossamer.errors import InputError
 
 _left: list[Any] = []  # process groups, until the process ends; see `leave_world`
@@ -76,7 +76,7 @@ def said_by_first(text: str = "") -> str:
 def workers_per_node() -> tuple[int, ...]:
     """How many workers each node has, as the launcher placed them. Collective."""
     store = PrefixStore("gossamer/world", default_store())
-    names = GlooTransport(store, dist.get_rank(), dist.get_world_size(), 300.0).share("node", node_name())
+    names = GlooTransport(store, worker_group(None), 300.0).share("node", node_name())
     for at, name in enumerate(names[1:], start=1):
         if name != names[at - 1] and name in names[:at]:
             raise InputError(f"the ranks of node {name!r} are not consecutive; let the launcher place them by block")

@@ -1,18 +1,37 @@
-"""Gossip on a user's model and optimizer: flat buckets, lanes, the handle, virtual workers."""
+"""Gossip on a user's model and optimizer: policies, flat buckets, lanes, the handle, virtual workers."""
 
 from gossamer.comm import PeerError
 from gossamer.engine.decentralize import decentralize, node_group
+from gossamer.engine.elastic.gossip import ElasticGossip
 from gossamer.engine.gossip import Gossip
-from gossamer.engine.policies import ConsensusGuard, NeighborGuard
+from gossamer.engine.policies import (
+    ADPSGD,
+    ATC,
+    AWC,
+    A2CiD2,
+    ConsensusGuard,
+    Continue,
+    Exchange,
+    NeighborGuard,
+    algorithm,
+)
 from gossamer.engine.step_timer import probe
 from gossamer.engine.virtual import VirtualCluster
 
 __all__ = [
+    "ADPSGD",
+    "ATC",
+    "AWC",
+    "A2CiD2",
     "ConsensusGuard",
+    "Continue",
+    "ElasticGossip",
+    "Exchange",
     "Gossip",
     "NeighborGuard",
     "PeerError",
     "VirtualCluster",
+    "algorithm",
     "decentralize",
     "node_group",
     "probe",

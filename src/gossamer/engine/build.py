@@ -5,12 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from gossamer.comm import ChannelId, Purpose, Transport, ddp_process_group, group_ranks, sharded_ranks, wire_named
+from gossamer.comm import (
+    ChannelId,
+    Purpose,
+    Transport,
+    ddp_process_group,
+    group_ranks,
+    is_fully_sharded,
+    sharded_ranks,
+    wire_named,
+)
 from gossamer.engine.asynchronous import AsyncLane
 from gossamer.engine.averages import Control
 from gossamer.engine.elastic.gossip import ElasticGossip
@@ -19,7 +28,7 @@ from gossamer.engine.flat import Bucket, Flat, cut, flatten, is_sharded, refuse_
 from gossamer.engine.gossip import Gossip, Meet
 from gossamer.engine.lane import Lane
 from gossamer.engine.metrics import Metrics
-from gossamer.engine.policies import Filter, Settings
+from gossamer.engine.policies import Asynchronous, Filter, Settings, Synchronous
 from gossamer.engine.sketch import Sketcher
 from gossamer.engine.synchronous import SyncLane
 from gossamer.errors import InputError
@@ -43,6 +52,11 @@ class Prepared:
     layout: Layout
     rank: int
 
+    @property
+    def shards(self) -> bool:
+        """Whether a worker holds a shard of its node's replica (FSDP2), so that equal shards gossip between nodes."""
+        return self.schedule.ranks is not None
+
 
 def prepare(
     model: nn.Module,
@@ -52,8 +66,10 @@ def prepare(
     parameters: Filter | None,
     layout: Layout,
     rank: int,
+    ranks: Sequence[int],
 ) -> Prepared:
-    """Validate, choose the topology for what the workers hold, lay out the parameters. Local."""
+    """Validate, choose the topology for what the workers hold, lay out the parameters. Local. `ranks` are the workers'
+    ranks in the default process group."""
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     for o in optimizers:
         if not isinstance(o, Optimizer):
@@ -64,45 +80,55 @@ def prepare(
             )
     if not optimizers:
         raise InputError("decentralize() needs at least one optimizer, got an empty list")
-    schedule, bare = _schedule(model, topology, settings, layout, rank)
+    schedule, bare = _schedule(model, topology, settings, layout, rank, ranks)
     lanes = _lanes(bare, optimizers, parameters)
     refuse_overlaps(bare.named_parameters())
     flats = [flatten(named) for named in lanes]
-    size = None if settings.bucket_mb is None else max(1, round(settings.bucket_mb * 2**20))
+    mib = settings.exchange.bucket_mib
+    size = None if mib is None else max(1, round(mib * 2**20))
     buckets = [cut(f, size, schedule.topology.period) for f in flats]
     return Prepared(bare, optimizers, flats, buckets, schedule, settings, layout, rank)
 
 
 def _schedule(
-    model: nn.Module, topology: Any, settings: Settings, layout: Layout, rank: int
+    model: nn.Module, topology: Any, settings: Settings, layout: Layout, rank: int, ranks: Sequence[int]
 ) -> tuple[Schedule, nn.Module]:
     """The topology over workers; or over nodes when a node's workers hold one replica (DDP) or its shards (FSDP2)."""
     policy: dict[str, Any] = {
-        "stagger": settings.stagger,
-        "hierarchical": settings.hierarchical,
-        "average_every": settings.average_every // settings.every,
+        "stagger": settings.exchange.stagger,
+        "hierarchical": settings.exchange.hierarchical,
     }
+    if isinstance(settings.algorithm, Synchronous):
+        policy["average_every"] = settings.algorithm.average_every // settings.algorithm.every
     group = ddp_process_group(model)
     sharded = [p for p in model.parameters() if is_sharded(p)]
     if group is None and not sharded:
         return Schedule(resolve(topology, layout), **policy), model
-    if settings.survives:
+    spread = group_ranks(group) if group is not None else sharded_ranks(sharded[0])
+    shared = sorted(ranks.index(r) for r in spread if r in ranks)
+    if group is None and shared == [rank] and len(spread) > 1:  # tensor parallelism beside gossip: shards match
+        return Schedule(resolve(topology, layout), **policy), model
+    if group is None and not is_fully_sharded(model):
+        raise InputError(
+            f"the parameters are DTensors over workers {sorted(spread)}, which would gossip with each other; pass the "
+            "workers that hold equal shards as process_group=, such as the data-parallel dimension of the mesh"
+        )
+    if settings.elastic is not None:
         raise InputError(
             "on_failure='continue' needs every worker to have a replica of its own, but the model is wrapped in DDP or "
             "sharded by FSDP2, which do not survive a dead worker; pass the bare model, or use on_failure='raise'"
         )
-    inside = sorted(group_ranks(group) if group is not None else sharded_ranks(sharded[0]))
     if settings.asynchronous:
         raise InputError(
-            f"algorithm {settings.algorithm!r} needs every worker to have a replica of its own, but the model is "
+            f"algorithm {settings.algorithm.name!r} needs every worker to have a replica of its own, but the model is "
             "wrapped in DDP or sharded by FSDP2; use algorithm='awc'"
         )
     mine = list(layout.members[layout.node[rank]])
     kind = "wrapped in DDP" if group is not None else "sharded by FSDP2"
-    if inside != mine:
+    if shared != mine or len(spread) != len(shared):
         raise InputError(
-            f"the model is {kind} over workers {inside}, but this node's workers are {mine}; use gossamer.node_group() "
-            "so that gradients are averaged inside the node and parameters gossip between nodes"
+            f"the model is {kind} over workers {sorted(spread)}, but this node's workers are {mine}; use "
+            "gossamer.node_group() so that gradients are averaged inside the node and parameters gossip between nodes"
         )
     between = resolve(topology, Layout.of([1] * layout.nodes))
     if group is not None:
@@ -160,13 +186,14 @@ def assemble(
     """Open the channels and attach the hooks."""
     p, settings = prepared, prepared.settings
     control = Control(p.rank, p.layout, transport.channel(ChannelId(0, Purpose.CONTROL), 1, settings.timeout))
-    sharded = p.schedule.ranks is not None
+    sharded = p.shards
     slots = p.layout.per_node[0] if sharded else 1
     slot = p.layout.members[p.layout.node[p.rank]].index(p.rank) if sharded else 0
     lanes: list[Lane] = []
+    in_flight = settings.exchange.in_flight
     for index, optimizer in enumerate(p.optimizers):
         meter = Metrics(p.rank, p.layout, writer)
-        kind = AsyncLane if settings.asynchronous else ElasticLane if settings.survives else SyncLane
+        kind = AsyncLane if settings.asynchronous else ElasticLane if settings.elastic is not None else SyncLane
         lane = kind(
             index,
             p.rank,
@@ -178,7 +205,7 @@ def assemble(
             wire_named(settings.wire),
             transport.channel(
                 ChannelId(index, Purpose.PARAMETERS),
-                min(settings.in_flight, len(p.buckets[index]) + 1),
+                min(in_flight, len(p.buckets[index]) + 1),
                 settings.timeout,
             ),
             meter,
@@ -186,10 +213,10 @@ def assemble(
             nudge,
         )
         if isinstance(lane, AsyncLane):
-            topology = p.schedule.topology
-            pairing: Any = "rounds" if settings.pairing == "rounds" else "edges"
-            gaps: Any = settings.gaps
-            events = Events(topology, settings.rate, settings.seed + 7919 * index, gaps, pairing)
+            topology, policy = p.schedule.topology, settings.algorithm
+            assert isinstance(policy, Asynchronous)
+            pairing: Literal["rounds", "edges"] = "rounds" if policy.pairing == "rounds" else "edges"
+            events = Events(topology, policy.rate, policy.seed + 7919 * index, policy.gaps, pairing)
             lane.begin_gossip(transport, events, rates_of(topology))
         guard = settings.consensus_guard
         if guard is not None and not lane.alone:
@@ -205,5 +232,5 @@ def assemble(
                 slots=slots,
             )
         lanes.append(lane)
-    handle = ElasticGossip if settings.survives else Gossip
+    handle = Gossip if settings.elastic is None else ElasticGossip
     return handle(p.model, lanes, settings, transport, control, meet, writer, slots)

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 from gossamer.engine.build import Prepared
@@ -22,7 +23,8 @@ def describe(prepared: Prepared) -> dict[str, Any]:
     )
     rounds = [topology.rounds[k] for k in range(min(topology.period, 64))]
     return {
-        "settings": asdict(settings),
+        "algorithm": settings.algorithm.name,
+        "settings": asdict(settings, dict_factory=_plain),
         "topology": {
             "name": topology.name,
             "workers": topology.n,
@@ -40,8 +42,12 @@ def describe(prepared: Prepared) -> dict[str, Any]:
             for tensors in (model.named_parameters(), model.named_buffers())
         ],
         # a node's shards may have different sizes; those of different nodes then still match
-        "buckets": [] if prepared.schedule.ranks else [[b.x.numel() for b in buckets] for buckets in lanes],
+        "buckets": [] if prepared.shards else [[b.x.numel() for b in buckets] for buckets in lanes],
     }
+
+
+def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value.total_seconds() if isinstance(value, timedelta) else value for key, value in items}
 
 
 def agree(texts: Sequence[str], cause: Exception | None = None) -> None:

@@ -1,27 +1,201 @@
-"""The policy of one `decentralize` call, validated where it is built."""
+"""The policies of a `decentralize` call: settings that belong together, in frozen dataclasses that validate themselves.
+
+Strings are shorthands for a policy with its defaults: `algorithm="awc"` is `algorithm=AWC()`. A combination that makes
+no sense cannot be written: `ATC` has no `staleness`, and only the asynchronous algorithms have a `rate`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import ClassVar, Literal, get_args
+
+from torch import nn
 
 from gossamer.comm import wire_named
 from gossamer.errors import InputError
 
-SYNCHRONOUS = ("awc", "atc")
-ASYNCHRONOUS = ("ad-psgd", "a2cid2")
-ALGORITHMS = SYNCHRONOUS + ASYNCHRONOUS
+AlgorithmName = Literal["awc", "atc", "ad-psgd", "a2cid2"]
+WireName = Literal["fp32", "bf16", "fp16", "int8"]
+Buffers = Literal["average", "local"]
+Gaps = Literal["poisson", "fixed"]
+Pairing = Literal["auto", "edges", "rounds"]
+ClockName = Literal["wall", "virtual"]
+Filter = Callable[[str, nn.Parameter], bool]
+"""`f(name, parameter)`: whether the parameter is mixed."""
+Seconds = timedelta | float
+"""A duration: a `timedelta`, or a number of seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synchronous:
+    """What `AWC` and `ATC` have in common: gossip in rounds."""
+
+    name: ClassVar[str]
+    every: int = 1
+    """Mix every `every` steps."""
+    average_every: int = 0
+    """Make the exchange an exact global average every `average_every` steps (0: never)."""
+
+    def __post_init__(self) -> None:
+        _check_whole(self, "every", 1)
+        _check_whole(self, "average_every", 0)
+        if self.average_every % self.every:
+            raise InputError(
+                f"average_every counts steps and must be a multiple of every={self.every}, got {self.average_every}; "
+                f"use {max(1, round(self.average_every / self.every)) * self.every}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AWC(Synchronous):
+    """Communicate while adapting: the exchange of step t runs during the forward and backward of step t + 1.
+
+    x_i(t+1) = d_i(∇f(x_i(t))) + Σ_j w_ij(t) x_j(t), with the gradient taken at the un-mixed point.
+    """
+
+    name = "awc"
+    staleness: int = 0
+    """How many steps a worker may take without mixing while a late exchange is still in flight."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_whole(self, "staleness", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ATC(Synchronous):
+    """Adapt, then combine: every step waits for its own exchange, without overlap. With the complete topology and SGD
+    it equals DDP."""
+
+    name = "atc"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asynchronous:
+    """What `ADPSGD` and `A2CiD2` have in common: every worker steps at its own pace and averages pairwise with its
+    neighbors in the topology's union graph."""
+
+    name: ClassVar[str]
+    rate: float = 1.0
+    """Exchanges per gradient that a worker takes part in. Below 1 there are local steps in between."""
+    max_staleness: int | None = None
+    """How many steps a worker may be ahead of the slowest one (None: no bound)."""
+    gaps: Gaps = "poisson"
+    """Times between exchanges: "poisson" or "fixed"."""
+    pairing: Pairing = "auto"
+    """"edges": one pair at a time; "rounds": a matching at a time; "auto": "rounds" where exchanges take long."""
+    clock: ClockName = "wall"
+    """"wall", or "virtual": a gradient takes one time unit, and runs are bit-reproducible."""
+    seed: int = 0
+    """Seed of the event sequence that all workers share."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("gaps", Gaps), ("pairing", Pairing), ("clock", ClockName)):
+            _check_choice(name, getattr(self, name), get_args(choices))
+        if not _is_number(self.rate) or not 0 < self.rate < math.inf:
+            raise InputError(f"rate must be a positive number of exchanges per gradient, got {self.rate!r}")
+        _check_whole(self, "seed", 0)
+        if self.max_staleness is None:
+            return
+        if self.max_staleness == 0:
+            raise InputError(
+                "max_staleness=0 would keep all workers in step, as algorithm='awc' does; use that, or at least 1"
+            )
+        _check_whole(self, "max_staleness", 1)
+        if self.clock == "virtual":
+            raise InputError(
+                "max_staleness holds back workers that run ahead in wall time; the virtual clock fixes their pace, so "
+                "leave it out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ADPSGD(Asynchronous):
+    """AD-PSGD: asynchronous pairwise averaging without momentum."""
+
+    name = "ad-psgd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class A2CiD2(Asynchronous):
+    """A2CiD2: asynchronous pairwise averaging with a continuous momentum, which mixes faster on large sparse graphs."""
+
+    name = "a2cid2"
+
+
+Algorithm = AWC | ATC | ADPSGD | A2CiD2
+ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in (AWC, ATC, ADPSGD, A2CiD2)}
+
+
+def algorithm(name: str, **settings: object) -> Algorithm:
+    """The policy of the algorithm called `name`, e.g. `algorithm("awc", staleness=1)`, for code that has it as text."""
+    _check_choice("algorithm", name, ALGORITHMS)
+    kind = ALGORITHMS[name]
+    known = [field.name for field in fields(kind)]
+    for setting in settings:
+        if setting not in known:
+            raise InputError(f"algorithm {name!r} has no setting {setting!r}; it takes {', '.join(known)}")
+    return kind(**settings)  # type: ignore[arg-type]  # validated by the policy itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """How parameters are cut and sent. The defaults are right for nearly every job."""
+
+    bucket_mib: float | None = None
+    """Size of a bucket in MiB; None chooses it from the model and the topology."""
+    in_flight: int = 4
+    """How many buckets are exchanged at the same time."""
+    stagger: bool = True
+    """Bucket b follows the schedule at phase k + b, which spreads the load on the network evenly."""
+    hierarchical: bool = True
+    """Groups that span nodes average over the fast links inside each node first."""
+
+    def __post_init__(self) -> None:
+        if self.bucket_mib is not None and not (_is_number(self.bucket_mib) and 0 < self.bucket_mib < math.inf):
+            raise InputError(
+                f"bucket_mib must be a positive number of MiB, got {self.bucket_mib!r}; leave it out to have it chosen"
+            )
+        _check_whole(self, "in_flight", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continue:
+    """Elastic job: continue without dead, stopped or unreachable workers, and admit replacements (CPU only)."""
+
+    soft_deadline: Seconds = 0.5
+    """How long a step waits for a late neighbor before it continues without that neighbor."""
+    hard_deadline: Seconds = 5.0
+    """How long a worker may be silent before the others treat it as dead."""
+
+    def __post_init__(self) -> None:
+        if self.soft > self.hard:
+            raise InputError(
+                f"soft_deadline={self.soft:g} (continue without a late neighbor) must not be longer than "
+                f"hard_deadline={self.hard:g} (treat a silent worker as dead)"
+            )
+
+    @property
+    def soft(self) -> float:
+        """`soft_deadline` in seconds."""
+        return seconds("soft_deadline", self.soft_deadline)
+
+    @property
+    def hard(self) -> float:
+        """`hard_deadline` in seconds."""
+        return seconds("hard_deadline", self.hard_deadline)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConsensusGuard:
     """Runs an exact average when the workers drift apart.
 
-    Every `every` rounds the consensus distance is sketched and averaged over all workers; `every // 2` rounds later,
-    when the sketch has long arrived everywhere, all workers read the same number, and if the distance relative to
-    the parameters' norm is above `max_ratio` they all make the next round an exact average.
+    Every `every` rounds the consensus distance is sketched and averaged over all workers. `every // 2` rounds later all
+    workers read the same number, and if the distance relative to the parameters' norm is above `max_ratio`, the next
+    round is an exact average.
     """
 
     max_ratio: float = 0.05
@@ -39,8 +213,8 @@ class ConsensusGuard:
 
 @dataclass(frozen=True, kw_only=True)
 class NeighborGuard:
-    """Refuses to mix in what a neighbor sent when it is not finite, or when it would move a bucket of the parameters by
-    more than `max_jump` times their norm. Refusals are counted by sender in `stats()["refused_by_peer"]`."""
+    """Refuses values of a neighbor that are not finite, or that would move a bucket of the parameters by more than
+    `max_jump` times its norm. `stats()["refused_by_peer"]` counts refusals by sender."""
 
     max_jump: float = 1.0
 
@@ -52,155 +226,131 @@ class NeighborGuard:
             )
 
 
-Guards = ConsensusGuard | NeighborGuard | Sequence[ConsensusGuard | NeighborGuard] | None
+Guard = ConsensusGuard | NeighborGuard
+Guards = Guard | Sequence[Guard] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything that all workers must agree on, besides the model and the topology."""
 
-    algorithm: str = "awc"
-    wire: str = "fp32"
-    every: int = 1
-    staleness: int = 0
-    average_every: int = 0
-    bucket_mb: float | None = None
-    buffers: str = "average"
-    timeout: float = 1800.0
-    stagger: bool = True
-    hierarchical: bool = True
-    in_flight: int = 4
-    guard: Guards = None
-    rate: float = 1.0
-    gaps: str = "poisson"
-    pairing: str = "auto"
-    clock: str = "wall"
-    max_staleness: int | None = None
-    seed: int = 0
-    on_failure: str = "raise"
-    soft_deadline: float = 0.5
-    hard_deadline: float = 5.0
+    algorithm: Algorithm
+    wire: WireName
+    exchange: Exchange
+    elastic: Continue | None
+    """The deadlines of an elastic job; None: a dead peer is an error."""
+    guards: tuple[Guard, ...]
+    buffers: Buffers
+    timeout: float
 
-    @property
-    def consensus_guard(self) -> ConsensusGuard | None:
-        return next((g for g in _guards(self.guard) if isinstance(g, ConsensusGuard)), None)
+    @classmethod
+    def of(
+        cls,
+        *,
+        algorithm: AlgorithmName | Algorithm = "awc",
+        wire: WireName = "fp32",
+        exchange: Exchange | None = None,
+        on_failure: Literal["raise", "continue"] | Continue = "raise",
+        guard: Guards = None,
+        buffers: Buffers = "average",
+        timeout: Seconds = timedelta(minutes=30),
+    ) -> Settings:
+        """Validate the arguments of `decentralize` and replace shorthands by policies."""
+        wire_named(wire)
+        _check_choice("buffers", buffers, get_args(Buffers))
+        exchange = Exchange() if exchange is None else exchange
+        if not isinstance(exchange, Exchange):
+            raise InputError(f"exchange must be a gossamer.Exchange, got {exchange!r}; pass Exchange(bucket_mib=4)")
+        return cls(
+            algorithm=_algorithm(algorithm),
+            wire=wire,
+            exchange=exchange,
+            elastic=_elastic(on_failure),
+            guards=_guards(guard),
+            buffers=buffers,
+            timeout=seconds("timeout", timeout),
+        )
 
-    @property
-    def max_jump(self) -> float | None:
-        """Beyond which a neighbor's values are refused; infinite: only when they are not finite; None: never."""
-        found = next((g.max_jump for g in _guards(self.guard) if isinstance(g, NeighborGuard)), None)
-        return math.inf if found is None and self.survives else found
-
-    @property
-    def survives(self) -> bool:
-        return self.on_failure == "continue"
+    def __post_init__(self) -> None:
+        if isinstance(self.algorithm, Asynchronous):
+            if self.guards:
+                raise InputError(
+                    f"guard={self.guards[0]!r} needs rounds, and {self.algorithm.name!r} has none; leave it out or use "
+                    "algorithm='awc'"
+                )
+            if self.elastic is not None:
+                raise InputError(
+                    f"on_failure='continue' re-plans rounds, and {self.algorithm.name!r} has none; use algorithm='awc' "
+                    "or 'atc'"
+                )
+        if self.elastic is not None and self.consensus_guard is not None:
+            raise InputError(
+                "a ConsensusGuard averages over all workers at fixed rounds, which an elastic job cannot; leave it out "
+                "with on_failure='continue', or use AWC(average_every=...)"
+            )
 
     @property
     def asynchronous(self) -> bool:
-        return self.algorithm in ASYNCHRONOUS
+        return isinstance(self.algorithm, Asynchronous)
 
-    def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            raise InputError(f"unknown algorithm {self.algorithm!r}; choose one of {', '.join(ALGORITHMS)}")
-        wire_named(self.wire)
-        if self.buffers not in ("average", "local"):
-            raise InputError(f"buffers must be 'average' or 'local', got {self.buffers!r}")
-        self._whole("every", 1)
-        self._whole("staleness", 0)
-        self._whole("average_every", 0)
-        self._whole("in_flight", 1)
-        if self.bucket_mb is not None and not (_is_number(self.bucket_mb) and 0 < self.bucket_mb < math.inf):
-            raise InputError(
-                f"bucket_mb must be a positive number, got {self.bucket_mb!r}; leave it out to have it chosen"
-            )
-        if not _is_number(self.timeout) or not self.timeout > 0:
-            raise InputError(f"timeout must be a positive number of seconds, got {self.timeout!r}; the default is 1800")
-        if not all(isinstance(g, ConsensusGuard | NeighborGuard) for g in _guards(self.guard)):
-            raise InputError(
-                f"guard must be a ConsensusGuard, a NeighborGuard or a list of both, got {self.guard!r}; pass "
-                "ConsensusGuard(max_ratio=0.05)"
-            )
-        if self.algorithm == "atc" and self.staleness:
-            raise InputError(
-                f"algorithm 'atc' waits for every exchange, so staleness must be 0, got {self.staleness}; use 'awc'"
-            )
-        if self.average_every % self.every:
-            raise InputError(
-                f"average_every counts steps and must be a multiple of every={self.every}, got {self.average_every}; "
-                f"use {max(1, round(self.average_every / self.every)) * self.every}"
-            )
-        self._check_asynchronous()
-        self._check_failures()
+    @property
+    def consensus_guard(self) -> ConsensusGuard | None:
+        return next((g for g in self.guards if isinstance(g, ConsensusGuard)), None)
 
-    def _check_failures(self) -> None:
-        if self.on_failure not in ("raise", "continue"):
-            raise InputError(f"on_failure must be 'raise' or 'continue', got {self.on_failure!r}")
-        for name in ("soft_deadline", "hard_deadline"):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0 < value < math.inf:
-                raise InputError(f"{name} must be a positive number of seconds, got {value!r}")
-        if self.soft_deadline > self.hard_deadline:
-            raise InputError(
-                f"soft_deadline={self.soft_deadline:g} (go on without a late neighbor) must not be longer than "
-                f"hard_deadline={self.hard_deadline:g} (a silent one is dead)"
-            )
-        if self.survives and self.asynchronous:
-            raise InputError(
-                f"on_failure='continue' re-plans rounds, and {self.algorithm!r} has none; use algorithm='awc' or 'atc'"
-            )
-        if self.survives and self.consensus_guard is not None:
-            raise InputError(
-                "a ConsensusGuard averages over all workers at fixed rounds, which a job that loses workers cannot; "
-                "leave it out with on_failure='continue', or use average_every="
-            )
-
-    def _check_asynchronous(self) -> None:
-        for name, choices in (
-            ("gaps", ("poisson", "fixed")),
-            ("pairing", ("auto", "edges", "rounds")),
-            ("clock", ("wall", "virtual")),
-        ):
-            if getattr(self, name) not in choices:
-                raise InputError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        if not (isinstance(self.rate, int | float) and 0 < self.rate < float("inf")):
-            raise InputError(f"rate must be a positive number of exchanges a gradient, got {self.rate!r}")
-        if not self.asynchronous:
-            for name, default in (("rate", 1.0), ("max_staleness", None), ("clock", "wall")):
-                if getattr(self, name) != default:
-                    raise InputError(f"{name} belongs to the asynchronous algorithms, not to {self.algorithm!r}")
-            return
-        for name, default in (("every", 1), ("staleness", 0), ("average_every", 0), ("guard", None)):
-            if getattr(self, name) != default:
-                raise InputError(
-                    f"{name}={getattr(self, name)!r} needs rounds, and {self.algorithm!r} has none; leave it out or "
-                    "use algorithm='awc'"
-                )
-        if self.max_staleness is not None:
-            if self.max_staleness == 0:
-                raise InputError(
-                    "max_staleness=0 would keep all workers in step, as algorithm='awc' does; use that, or at least 1"
-                )
-            self._whole("max_staleness", 1)
-            if self.clock == "virtual":
-                raise InputError(
-                    "max_staleness holds back workers that run ahead in wall time; on the virtual clock their pace is "
-                    "given, so leave it out"
-                )
-
-    def _whole(self, name: str, least: int) -> None:
-        value: Any = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise InputError(f"{name} must be an integer of at least {least}, got {value!r}")
+    @property
+    def max_jump(self) -> float | None:
+        """Bound on the change by one exchange, relative to the norm. Infinity refuses only non-finite values; None
+        refuses nothing. Elastic jobs always refuse non-finite values."""
+        found = next((g.max_jump for g in self.guards if isinstance(g, NeighborGuard)), None)
+        return math.inf if found is None and self.elastic is not None else found
 
 
-def _guards(guard: Any) -> tuple[Any, ...]:
-    if guard is None:
-        return ()
-    return tuple(guard) if isinstance(guard, list | tuple) else (guard,)
+def seconds(name: str, value: Seconds) -> float:
+    """A duration in seconds; `InputError` unless it is positive and finite."""
+    amount = value.total_seconds() if isinstance(value, timedelta) else value
+    if not _is_number(amount) or not 0 < amount < math.inf:
+        raise InputError(f"{name} must be a positive duration (seconds or a timedelta), got {value!r}")
+    return float(amount)
 
 
-def _is_number(value: Any) -> bool:
+def _algorithm(given: AlgorithmName | Algorithm) -> Algorithm:
+    if isinstance(given, str):
+        return algorithm(given)
+    if not isinstance(given, Algorithm):
+        raise InputError(
+            f"algorithm must be one of {', '.join(ALGORITHMS)} or a policy such as gossamer.AWC(staleness=1), got "
+            f"{given!r}"
+        )
+    return given
+
+
+def _elastic(given: Literal["raise", "continue"] | Continue) -> Continue | None:
+    if isinstance(given, Continue):
+        return given
+    _check_choice("on_failure", given, ("raise", "continue"))
+    return Continue() if given == "continue" else None
+
+
+def _guards(given: Guards) -> tuple[Guard, ...]:
+    guards = tuple(given) if isinstance(given, list | tuple) else () if given is None else (given,)
+    if not all(isinstance(g, Guard) for g in guards):
+        raise InputError(
+            f"guard must be a ConsensusGuard, a NeighborGuard or a list of both, got {given!r}; pass "
+            "ConsensusGuard(max_ratio=0.05)"
+        )
+    return guards
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str] | dict[str, type[Algorithm]]) -> None:
+    if value not in choices:
+        raise InputError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_whole(owner: object, name: str, least: int) -> None:
+    value = getattr(owner, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InputError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-Filter = Callable[[str, Any], bool]

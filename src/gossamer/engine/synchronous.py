@@ -17,6 +17,7 @@ import torch
 
 from gossamer.comm import Exchange, Job, Mixed, Plain, Scratch, arrived, clock, correction, exchange, inspected
 from gossamer.engine.lane import Lane
+from gossamer.engine.policies import ATC, AWC, Synchronous
 from gossamer.errors import InputError
 
 
@@ -25,11 +26,15 @@ class SyncLane(Lane):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        policy = self.settings.algorithm
+        assert isinstance(policy, Synchronous)
+        self.every, self.staleness = policy.every, policy.staleness if isinstance(policy, AWC) else 0
+        self.combines = isinstance(policy, ATC)
         self.jobs: list[Job] | None = None  # the round in flight, one job a bucket that has something to do
         self.forced = False  # the round in flight is an exact average that the guard asked for
         self.skips = 0  # steps taken without mixing since the round in flight was launched
         # With staleness the parameters move while an exchange of their older values is in flight.
-        stale = self.settings.staleness and not self.alone
+        stale = self.staleness and not self.alone
         self._sent = [torch.empty_like(b.x) for b in self.buckets] if stale else None
 
     @torch.no_grad()
@@ -38,7 +43,7 @@ class SyncLane(Lane):
         self._computed()
         self._ready = True
         if self.jobs is not None:
-            late = self.skips < self.settings.staleness and not all(self.channel.wait(j, 0) for j in self.jobs)
+            late = self.skips < self.staleness and not all(self.channel.wait(j, 0) for j in self.jobs)
             if late:
                 self.skips += 1
                 self.meter.skipped += 1
@@ -48,7 +53,7 @@ class SyncLane(Lane):
         self._mark = clock()
 
     def stepped(self) -> None:
-        if self.jobs is None and self.meter.steps % self.settings.every == 0:
+        if self.jobs is None and self.meter.steps % self.every == 0:
             self.launch()
 
     @torch.no_grad()
@@ -67,7 +72,7 @@ class SyncLane(Lane):
         self._post()
         self.k += 1
         self.meter.rounds += 1
-        if combine and self.settings.algorithm == "atc":
+        if combine and self.combines:
             self.combine()
 
     def combine(self) -> None:
@@ -143,7 +148,7 @@ class SyncLane(Lane):
     def settle(self) -> None:
         """Wait for the round in flight; adapt-then-combine leaves none behind."""
         self.finish()
-        if self.settings.algorithm == "atc":
+        if self.combines:
             self.apply()
 
     def adopt(self) -> None:
@@ -180,7 +185,7 @@ class SyncLane(Lane):
         if state["in_flight"] and not self.alone and ("arrived" in state) != (self._sent is not None):
             raise InputError(
                 f"the state was saved {'with' if 'arrived' in state else 'without'} staleness and this run has "
-                f"staleness={self.settings.staleness}; resume with the same, or load only the model and the optimizer"
+                f"staleness={self.staleness}; resume with the same, or load only the model and the optimizer"
             )
         self.drop()
         self.k, self.meter.steps, self.forced = state["round"], state["steps"], state["forced"]

@@ -29,7 +29,7 @@ from gossamer.engine.build import Prepared, assemble, prepare
 from gossamer.engine.consistency import agree, describe
 from gossamer.engine.decentralize import starting_values
 from gossamer.engine.gossip import Collective, Gossip
-from gossamer.engine.policies import Filter, Settings
+from gossamer.engine.policies import Asynchronous, Filter, Settings
 from gossamer.engine.synchronous import SyncLane
 from gossamer.errors import InputError
 from gossamer.topology import Layout
@@ -68,11 +68,11 @@ class VirtualCluster:
                 f"{self.layout.n} virtual workers need as many models and optimizers, got {len(models)} and "
                 f"{len(optimizers)}"
             )
-        policy = Settings(**settings)
-        if policy.asynchronous:  # a single thread has no wall time of its own
-            policy = replace(policy, clock="virtual")
+        policy = Settings.of(**settings)
+        if isinstance(policy.algorithm, Asynchronous):  # a single thread has no wall time of its own
+            policy = replace(policy, algorithm=replace(policy.algorithm, clock="virtual"))
         workers = [
-            prepare(model, optimizer, topology, policy, parameters, self.layout, rank)
+            prepare(model, optimizer, topology, policy, parameters, self.layout, rank, range(self.layout.n))
             for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True))
         ]
         agree([json.dumps(describe(w)) for w in workers])

@@ -95,7 +95,7 @@ def check_method(config: RunConfig) -> None:
         return
     settings = gossip_settings(method, config)
     topology = settings.pop("topology")
-    Settings(on_failure=config.on_failure, **settings)
+    Settings.of(**settings)
     if config.exact_inside and method.asynchronous and not config.virtual:
         raise InputError(
             f"exact_inside gives the workers of a node one replica, and {method.name} needs one per worker; leave it "

@@ -223,9 +223,13 @@ def line(row: Row) -> str:
     if row.ddp:
         size = f", bucket_cap_mb={row.options['bucket_mb']:g}" if row.options else ""
         return f"model = torch.nn.parallel.DistributedDataParallel(model{size})"
-    options = {"topology": method.topology, "algorithm": row.algorithm, "wire": method.wire} | row.options
+    options = {"topology": method.topology, "algorithm": row.algorithm, "wire": method.wire}
     usual = {"algorithm": "awc", "wire": "fp32"}
     arguments = [f"{k}={_written(v)}" for k, v in options.items() if usual.get(k) != v]
+    if row.options:
+        names = {"bucket_mb": "bucket_mib"}
+        inner = ", ".join(f"{names.get(k, k)}={_written(v)}" for k, v in row.options.items())
+        arguments.append(f"exchange=gossamer.Exchange({inner})")
     return f"gossip = gossamer.decentralize(model, optimizer, {', '.join(arguments)})"
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from gossamer.errors import InputError
 from gossamer.topology import registry
 
 Algorithm = Literal["ddp", "awc", "ad-psgd", "a2cid2"]
+WireName = Literal["fp32", "bf16", "fp16", "int8"]
 
 # Bytes in flight per fp32 element. int8 carries one fp32 scale for every block of 256 elements.
 WIRES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0 + 4.0 / 256}
@@ -51,7 +52,7 @@ class Method:
     algorithm: Algorithm
     optimizer: str
     topology: str | None
-    wire: str
+    wire: WireName
 
     @property
     def package(self) -> str:
@@ -86,7 +87,7 @@ def parse(text: str) -> Method:
             raise InputError(
                 f"method {text!r}: DDP has no topology and its wire is one of {', '.join(DDP_WIRES)}{near}"
             )
-        return Method(name, "ddp", family.optimizer, None, wire)
+        return Method(name, "ddp", family.optimizer, None, cast(WireName, wire))
     topology, wire = rest[0] if rest else DEFAULT_TOPOLOGY, rest[1] if len(rest) > 1 else "fp32"
     if topology in WIRES and len(rest) == 1:
         raise InputError(
@@ -100,7 +101,7 @@ def parse(text: str) -> Method:
         )
     if name == "decent-dp" and wire != "fp32":
         raise InputError(f"method {text!r}: decent-dp sends fp32 only; write decent-dp:{topology}")
-    return Method(name, family.algorithm, family.optimizer, topology, wire)
+    return Method(name, family.algorithm, family.optimizer, topology, cast(WireName, wire))
 
 
 def parse_list(text: str) -> tuple[Method, ...]:

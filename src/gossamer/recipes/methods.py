@@ -67,9 +67,18 @@ def gossip_settings(method: Method, config: RunConfig) -> dict[str, Any]:
     """The arguments of `gossamer.decentralize`."""
     if method.name == "decent-dp":
         raise InputError("the recipes train with Gossamer and torch, not with decent-dp; measure it by gossamer bench")
-    settings = {"every": config.every, "staleness": config.staleness, "average_every": config.average_every}
-    algorithm = config.combine if method.algorithm == "awc" else method.algorithm
-    return {"topology": method.topology, "algorithm": algorithm, "wire": method.wire, **settings}
+    given = {"every": config.every, "staleness": config.staleness, "average_every": config.average_every}
+    chosen = {name: value for name, value in given.items() if value != RunConfig.model_fields[name].default}
+    name = config.combine if method.algorithm == "awc" else method.algorithm
+    elastic = config.on_failure == "continue"
+    return {
+        "topology": method.topology,
+        "algorithm": gossamer.algorithm(name, **chosen),
+        "wire": method.wire,
+        "on_failure": gossamer.Continue(soft_deadline=config.soft_deadline, hard_deadline=config.hard_deadline)
+        if elastic
+        else "raise",
+    }
 
 
 def factor(config: RunConfig) -> Callable[[int], float]:

@@ -121,9 +121,6 @@ class GossipStrategy(Strategy):
             replica.forward,
             replica.optimizer,
             trace=trace,
-            on_failure=config.on_failure,
-            soft_deadline=config.soft_deadline,
-            hard_deadline=config.hard_deadline,
             **settings,
         )
         self.joined = self.survives and bool(self.gossip.stats()["joined"])

@@ -5,13 +5,14 @@ from gossamer.topology.analysis import Analysis, analyze
 from gossamer.topology.core import Layout, Round, Topology
 from gossamer.topology.custom import from_graph, from_matrix
 from gossamer.topology.registry import build, entries, register
-from gossamer.topology.resolve import from_dict, from_json, resolve, to_dict, to_json
+from gossamer.topology.resolve import TopologyLike, from_dict, from_json, resolve, to_dict, to_json
 
 __all__ = [
     "Analysis",
     "Layout",
     "Round",
     "Topology",
+    "TopologyLike",
     "analyze",
     "build",
     "entries",

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 import networkx as nx
 import numpy as np
@@ -119,16 +120,20 @@ def to_json(topology: Topology, path: str | Path) -> None:
     Path(path).write_text(json.dumps(to_dict(topology)) + "\n", encoding="utf-8")
 
 
+TopologyLike = Union[str, os.PathLike[str], Topology, "nx.Graph[int]", np.ndarray, Sequence[np.ndarray]]
+"""What a user may pass as a topology; see `resolve`."""
+
+
 def resolve(spec: Any, layout: Layout) -> Topology:
-    """Whatever a user may pass as a topology, on this layout.
+    """The topology that `spec` describes, on this layout.
 
     A name (`"aer"`, `"base(k=2)"`), the path of a JSON file, a `Topology`, a networkx graph (one-peer rounds), or a
     matrix or list of matrices.
     """
     if isinstance(spec, Topology):
         return replace(spec, layout=fit(spec.name, spec.n, layout))
-    if isinstance(spec, Path) or (isinstance(spec, str) and spec.strip().endswith(".json")):
-        return from_json(str(spec).strip(), layout)
+    if isinstance(spec, os.PathLike) or (isinstance(spec, str) and spec.strip().endswith(".json")):
+        return from_json(os.fspath(spec).strip(), layout)
     if isinstance(spec, str):
         return build(spec, layout)
     if isinstance(spec, nx.Graph):

@@ -21,6 +21,7 @@ from gossamer.engine.asynchronous.state import State
 from gossamer.engine.asynchronous.thread import EventThread
 from gossamer.engine.asynchronous.trade import Trade
 from gossamer.engine.lane import NUDGE_AFTER, Lane
+from gossamer.engine.policies import A2CiD2, Asynchronous
 from gossamer.errors import GossamerError, GossamerWarning, InputError
 from gossamer.topology.a2cid2 import Rates
 from gossamer.topology.events import Event, Events
@@ -31,13 +32,13 @@ class AsyncLane(Lane):
 
     def begin_gossip(self, transport: Transport, events: Events, rates: Rates) -> None:
         """Take over the parameters as they are now and start exchanging."""
-        settings = self.settings
-        accelerated = settings.algorithm == "a2cid2"
+        settings, policy = self.settings, self.policy
+        accelerated = isinstance(policy, A2CiD2)
         self._lock = threading.Condition()  # guards the state, the clock and the agenda
-        self.state = State(self.buckets, self.rank, events.topology.n, rates if accelerated else None, settings.rate)
-        self.clock = WallClock() if settings.clock == "wall" else VirtualClock()
+        self.state = State(self.buckets, self.rank, events.topology.n, rates if accelerated else None, policy.rate)
+        self.clock = WallClock() if policy.clock == "wall" else VirtualClock()
         wall = isinstance(self.clock, WallClock)
-        self.agenda = Agenda(events, self.rank, trial=wall and settings.pairing == "auto")
+        self.agenda = Agenda(events, self.rank, trial=wall and policy.pairing == "auto")
         self.meter = EventMetrics(self.rank, self.meter.layout, self.meter.writer, self.index, self.clock)
         layout = self.schedule.topology.layout
         self._trade = Trade(self.rank, layout, self.state, self._out, self.wire, self.channel, self.meter)
@@ -49,8 +50,13 @@ class AsyncLane(Lane):
             self.agenda.rewind()
             name = f"events-{self.index}"
             self._board = Board(transport, name)
-            parts = (self.clock, self.agenda, self._trade, self.channel, self._board, settings)
+            parts = (self.clock, self.agenda, self._trade, self.channel, self._board, policy, settings.timeout)
             self._thread = EventThread(name, self._lock, *parts)
+
+    @property
+    def policy(self) -> Asynchronous:
+        assert isinstance(self.settings.algorithm, Asynchronous)
+        return self.settings.algorithm
 
     # -- a step ------------------------------------------------------------------------------------------------
 
@@ -86,7 +92,7 @@ class AsyncLane(Lane):
     def _check_unit(self, wall: WallClock) -> None:
         slow = wall.slow_start()
         if slow is not None and not self.alone:
-            rate = self.settings.rate
+            rate = self.policy.rate
             warnings.warn(
                 f"worker {self.rank} took {slow.then:.2g} s a step at the start and takes {slow.now:.2g} s now, but "
                 f"the workers have agreed on {slow.unit:.2g} s as the unit of time of their exchanges: there are about "
@@ -114,7 +120,7 @@ class AsyncLane(Lane):
 
     def _hold_back(self) -> None:
         """Wait while this worker is more than `max_staleness` steps ahead of the slowest it knows of."""
-        bound = self.settings.max_staleness
+        bound = self.policy.max_staleness
         if bound is None or self.alone:
             return
 
@@ -255,7 +261,7 @@ class AsyncLane(Lane):
         """Inside a collective call: all events up to the limit are done, everywhere."""
         with self._lock:
             return {
-                "algorithm": self.settings.algorithm,
+                "algorithm": self.policy.name,
                 "steps": self.meter.steps,
                 "started": self.agenda.reached(),
                 "virtual": self.clock.time if isinstance(self.clock, VirtualClock) else 0.0,
@@ -266,10 +272,10 @@ class AsyncLane(Lane):
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken: after the same event, at its time, however long ago that was."""
-        if state.get("algorithm") != self.settings.algorithm:
+        if state.get("algorithm") != self.policy.name:
             raise InputError(
                 f"the state was saved by algorithm {state.get('algorithm', 'awc or atc')!r} and this run has "
-                f"{self.settings.algorithm!r}; resume with the same, or load only the model and the optimizer"
+                f"{self.policy.name!r}; resume with the same, or load only the model and the optimizer"
             )
         with self._lock:
             self.meter.steps = state["steps"]

@@ -15,7 +15,7 @@ from gossamer.engine.asynchronous.board import Board
 from gossamer.engine.asynchronous.clock import VirtualClock, WallClock
 from gossamer.engine.asynchronous.patience import Patience
 from gossamer.engine.asynchronous.trade import Trade
-from gossamer.engine.policies import Settings
+from gossamer.engine.policies import Asynchronous
 from gossamer.errors import GossamerError
 from gossamer.topology.events import Event
 
@@ -37,10 +37,11 @@ class EventThread:
         trade: Trade,
         channel: Channel,
         board: Board,
-        settings: Settings,
+        policy: Asynchronous,
+        timeout: float,
     ):
         self._lock, self._clock, self._agenda, self._trade = lock, time, agenda, trade
-        self._channel, self._board, self._settings = channel, board, settings
+        self._channel, self._board, self._policy, self._timeout = channel, board, policy, timeout
         self.parked = False  # this worker is in a collective call and takes no steps
         self._stopping = self._in_flight = False
         self.failure: BaseException | None = None
@@ -133,7 +134,7 @@ class EventThread:
             self._lock.notify_all()
 
     def _await(self, job: Job) -> None:
-        patience = Patience(self._agenda.rank, self._settings.timeout)
+        patience = Patience(self._agenda.rank, self._timeout)
         while not self._channel.wait(job, 1.0):
             if self._stopping and not self._in_flight:
                 raise GossamerError("closed while an exchange was under way")
@@ -148,7 +149,7 @@ class EventThread:
 
     def _agree_on_unit(self, wall: WallClock) -> None:
         """Wait for the first steps, then take the median of everybody's usual step time as the unit."""
-        bound = self._settings.max_staleness
+        bound = self._policy.max_staleness
         enough = WARM_UP if bound is None else min(WARM_UP, bound)
         for attempt in itertools.count():
             self._lock.wait_for(lambda: self._stopping or self.parked or wall.laps() > enough)
@@ -171,7 +172,7 @@ class EventThread:
         assert agenda.next is not None
         assert agenda.trial is not None
         seconds = statistics.mean(agenda.transfers) if agenda.transfers else 0.0
-        busy = self._settings.rate * seconds / unit
+        busy = self._policy.rate * seconds / unit
         generation = agenda.generation
         said = self._hear_all(f"pairing/{generation}", [busy, agenda.next.number])
         if said is None or generation != agenda.generation:
@@ -184,7 +185,7 @@ class EventThread:
 
     def _hear_all(self, what: str, mine: Any) -> list[Any] | None:
         """What everybody has to say, waiting without the lock; None if the lane stops or another state is loaded."""
-        patience, generation = Patience(self._agenda.rank, self._settings.timeout), self._agenda.generation
+        patience, generation = Patience(self._agenda.rank, self._timeout), self._agenda.generation
         subject = f"the {what.partition('/')[0]} of their exchanges"
 
         def late() -> str:

@@ -39,6 +39,8 @@ class ElasticGossip(Gossip):
     lanes: list[ElasticLane]  # type: ignore[assignment]
 
     def begin(self, members: Membership, handover: StateTransfer, plans: Plans, joins: bool) -> None:
+        assert self.settings.elastic is not None
+        self._soft, self._hard = self.settings.elastic.soft, self.settings.elastic.hard
         self.members, self.joined, self._handover = members, joins, handover
         handover.of(self.model, [lane.optimizer for lane in self.lanes])
         self._meetings = 0
@@ -55,7 +57,7 @@ class ElasticGossip(Gossip):
             members.admit(progress["rounds"])
         else:
             self._handover.found(members.record.ranks)
-        self._presence = Attendance(members, self.settings.hard_deadline)
+        self._presence = Attendance(members, self._hard)
         for lane in self.lanes:
             lane.survive(members, plans, self._between, self._dissolved)
         if joins:
@@ -145,7 +147,7 @@ class ElasticGossip(Gossip):
         self._meetings = max(self._meetings, self._donors)
         if progress["parked"] and not self._parked:
             self.skip_meeting()
-        deadline = clock() + self.settings.soft_deadline
+        deadline = clock() + self._soft
         while clock() < deadline and len(self.members.record.members) > 1 and not self.members.ahead(0):
             time.sleep(POLL / 5)  # until a neighbor tells where the others are by now
         for lane, rounds, steps in zip(self.lanes, progress["rounds"], progress["steps"], strict=True):
@@ -207,7 +209,7 @@ class ElasticGossip(Gossip):
             except Unreachable:
                 self._presence.look_anew()
                 unreachable = unreachable or clock()
-                if clock() - unreachable > self.settings.hard_deadline:
+                if clock() - unreachable > self._hard:
                     self._alone(call)
                     return
             if decided is not None:

@@ -78,6 +78,8 @@ class ElasticLane(SyncLane):
         self, members: Membership, plans: Plans, between: Callable[[], None], dissolved: Callable[[], bool]
     ) -> None:
         """`between` is called after a step, `dissolved` tells whether the meeting under way was given up."""
+        assert self.settings.elastic is not None
+        self.soft = self.settings.elastic.soft
         self.members, self.plans, self._between, self._dissolved = members, plans, between, dissolved
         self.epoch = 0
         self.lost = 0
@@ -140,7 +142,7 @@ class ElasticLane(SyncLane):
 
     def finish(self, *, assisting: bool = False) -> None:
         since = clock()
-        self._until = since + self.settings.soft_deadline
+        self._until = since + self.soft
         super().finish()
         self.longest_stall = max(self.longest_stall, clock() - since)
 
@@ -177,7 +179,7 @@ class ElasticLane(SyncLane):
     def relay(self) -> None:
         """While parked: a round without a step if somebody has begun it and nothing has to be waited for."""
         waiting = self.jobs is not None and not all(self.channel.wait(j, 0) for j in self.jobs)
-        if waiting and clock() - self._launched < self.settings.soft_deadline:
+        if waiting and clock() - self._launched < self.soft:
             return
         if self.members.ahead(self.index) > self.k:
             self.finish()

@@ -41,6 +41,9 @@ START_SECONDS = 2.0  # of a run: a process group, connections, buffers
 Progress = Callable[[str, int, int], None]  # what is done now, how many runs are done, of how many
 
 
+USUAL = {"staleness": 0, "every": 1}  # settings that are the defaults of every policy
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchPlan:
     """How to measure. `bucket_mb` spares the sweep; `seconds` runs each method for a time instead of `steps`."""
@@ -97,7 +100,8 @@ class _Bench:
 
     def task(self, method: Method, bucket_mb: float | None, **changes: Any) -> MethodRun:
         plan = self.plan
-        options = plan.options if method.package == "gossamer" and method.algorithm != "ddp" else {}
+        gossips = method.package == "gossamer" and method.algorithm != "ddp"
+        options = {k: v for k, v in plan.options.items() if v != USUAL.get(k)} if gossips else {}
         made = MethodRun(
             method,
             self.setup,

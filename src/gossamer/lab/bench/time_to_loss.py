@@ -104,10 +104,10 @@ def learn(rank: int, lesson: LearningRun) -> dict[str, Any]:
         gossip = gossamer.decentralize(
             model,
             optimizer,
-            topology=lesson.method.topology,
-            algorithm=lesson.method.algorithm,
+            topology=lesson.method.topology or "aer",
+            algorithm=gossamer.algorithm(lesson.method.algorithm),
             wire=lesson.method.wire,
-            bucket_mb=lesson.bucket_mb,
+            exchange=gossamer.Exchange(bucket_mib=lesson.bucket_mb),
             timeout=lesson.timeout,
         )
     seconds = lesson.seconds_of[rank]

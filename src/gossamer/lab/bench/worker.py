@@ -42,7 +42,7 @@ class MethodRun:
     seconds: float | None = None  # run for this long instead of `steps`
     timeout: float = 120.0  # how long a worker waits for another
     bucket_mb: float | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # for decentralize
+    options: dict[str, Any] = field(default_factory=dict)  # of the algorithm's policy
     trace: str | None = None
 
 
@@ -121,13 +121,12 @@ def trainer(task: MethodRun, model: EmulatedModel, watch: Watch | None) -> Bench
     gossip = gossamer.decentralize(
         model,
         optimizer,
-        topology=method.topology,
-        algorithm=method.algorithm,
+        topology=method.topology or "aer",
+        algorithm=gossamer.algorithm(method.algorithm, **task.options),
         wire=method.wire,
-        bucket_mb=task.bucket_mb,
+        exchange=gossamer.Exchange(bucket_mib=task.bucket_mb),
         timeout=task.timeout,
         trace=task.trace,
-        **task.options,
     )
     return BenchTrainer(model, model, optimizer, gossip, gossip.close)
 

@@ -142,13 +142,11 @@ def train(rank: int, job: ChaosJob, generation: int = 0) -> dict[str, Any]:
     gossip = gossamer.decentralize(
         lesson.model,
         optimizer,
-        topology=job.method.topology,
-        algorithm=job.method.algorithm,
+        topology=job.method.topology or "aer",
+        algorithm=gossamer.algorithm(job.method.algorithm),
         wire=job.method.wire,
         timeout=job.timeout,
-        on_failure="continue",
-        soft_deadline=job.soft,
-        hard_deadline=job.hard,
+        on_failure=gossamer.Continue(soft_deadline=job.soft, hard_deadline=job.hard),
     )
     told = gossip.stats()
     log(event="ready", joined=bool(told.get("joined")), step=told["steps"])
