@@ -1,4 +1,4 @@
-"""A job that loses workers goes on: a short chaos run on real processes, and the command around it."""
+"""A job that loses workers continues: a short chaos run on real processes, and the command."""
 
 import json
 from pathlib import Path
@@ -16,24 +16,24 @@ from gossamer.lab.chaos.worker import final_loss, train
 NETWORK = "loopback" if why_unavailable() else "namespaces"
 
 
-def test_rank_0_is_killed_and_another_leaves_and_both_places_are_filled(tmp_path):
+def test_killed_rank_0_and_a_worker_that_left_are_replaced(tmp_path):
     plan = [Fault(2.0, "kill", (0,), 3.5), Fault(7.0, "join", (3,), 8.5)]
     chaos = ChaosConfig(per_node=(2, 2), seconds=14.0, faults=0, compute=0.1, network=NETWORK, link=None, timeout=50.0)
     with chaos.cluster() as cluster, cluster.directory() as address:
         job = chaos.job(tmp_path, seed=0, seconds=chaos.seconds)
-        ran = run_job(cluster, job, train, plan, env={"GOSSAMER_DIRECTORY": address})
-    assert ran.began
-    assert ran.hung == []
-    assert ran.ended == [], "nobody ended who was not told to"
-    assert [(r["worker"], r["seconds"] is not None) for r in rejoins(ran)] == [(0, True), (3, True)]
-    lives = {(life.rank, life.generation): life for life in ran.lives}
-    assert set(lives) == {(0, 0), (0, 1), (1, 0), (2, 0), (3, 0), (3, 1)}
-    assert lives[0, 1].joined
-    assert lives[0, 1].steps[0][1] > lives[0, 0].steps[-1][1], "a replacement goes on from the others' step"
-    assert sorted(ran.values) == [0, 1, 2, 3]
-    assert leaks(ran) == {"processes": 0, "threads": 0, "file_descriptors": 0}
-    losses = [step[3] for step in lives[1, 0].steps]
-    assert final_loss([v["parameters"] for v in ran.values.values()], job.width) < losses[0]
+        record = run_job(cluster, job, train, plan, env={"GOSSAMER_DIRECTORY": address})
+    assert record.began
+    assert record.hung == []
+    assert record.ended == [], "no worker ended unexpectedly"
+    assert [(r["worker"], r["seconds"] is not None) for r in rejoins(record)] == [(0, True), (3, True)]
+    logs = {(log.rank, log.generation): log for log in record.logs}
+    assert set(logs) == {(0, 0), (0, 1), (1, 0), (2, 0), (3, 0), (3, 1)}
+    assert logs[0, 1].joined
+    assert logs[0, 1].steps[0][1] > logs[0, 0].steps[-1][1], "a replacement continues at the step of the others"
+    assert sorted(record.values) == [0, 1, 2, 3]
+    assert leaks(record) == {"processes": 0, "threads": 0, "file_descriptors": 0}
+    losses = [step[3] for step in logs[1, 0].steps]
+    assert final_loss([v["parameters"] for v in record.values.values()], job.width) < losses[0]
 
 
 @pytest.mark.slow
@@ -46,16 +46,16 @@ def test_a_short_soak_is_flat(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_tells_and_records_a_verdict(tmp_path, capsys):
-    record = tmp_path / "record"
+def test_the_command_prints_and_records_a_verdict(tmp_path, capsys):
+    folder = tmp_path / "record"
     words = "chaos --nodes 2 --per-node 2 --seconds 40 --faults 3 --seed 2 --ddp --json --out"
-    assert main([*words.split(), str(record)]) == 0
+    assert main([*words.split(), str(folder)]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["hangs"], told["restarts"], told["not_rejoined"]) == (0, 0, 0)
     assert told["leaks"] == {"processes": 0, "threads": 0, "file_descriptors": 0, "namespaces": 0}
     assert len(told["faults"]) == 3
     assert told["ddp"]["failed"] == 4
-    assert {p.name for p in Path(record).iterdir()} == {"record.json", "README.md", "timeline.svg"}
+    assert {p.name for p in Path(folder).iterdir()} == {"record.json", "README.md", "timeline.svg"}
 
 
 def test_a_cluster_must_be_up():

@@ -1,4 +1,4 @@
-"""The plan of faults: drawn from its seed, with rank 0 among the victims, and never everybody at once."""
+"""The plan of faults: drawn from its seed, with rank 0 among the victims, and never of all workers at once."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_a_whole_node_is_killed_and_another_cut_off():
     assert all(f.victims == nodes[f.node] for f in plan if f.kind == "cut")
 
 
-def test_without_links_nothing_happens_to_the_network():
+def test_without_links_no_fault_affects_the_network():
     for seed in range(10):
         plan = make_plan([2, 2], 600, 20, seed, links=False)
         assert not any(f.kind == "cut" or f.how == "link" for f in plan)
 
 
-def test_no_faults_need_no_workers_and_bad_input_is_told():
+def test_no_faults_need_no_second_worker_and_bad_input_is_refused():
     assert make_plan([1], 900, 0, 0) == ()
     with pytest.raises(InputError, match="at least 2 workers"):
         make_plan([1], 60, 1, 0)

@@ -1,4 +1,4 @@
-"""What is read out of a chaos run: stalls of survivors only, who came back, leaks, growth, and the judgment."""
+"""The verdict of a chaos run: stalls of workers without a fault, rejoins, leaks, growth, and the reasons to fail."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gossamer.lab.chaos.job import CarriedOut, JobRecord
+from gossamer.lab.chaos.job import FaultRecord, JobRecord
 from gossamer.lab.chaos.log import LogReader, ProcessLog
 from gossamer.lab.chaos.plan import Fault
 from gossamer.lab.chaos.verdict import back_at, false_drops, flatness, leaks, loss_bound, problems, rejoins, stalls
@@ -14,16 +14,16 @@ from gossamer.lab.chaos.verdict import back_at, false_drops, flatness, leaks, lo
 BEGIN = 1000.0
 
 
-def life(rank, times, *, generation=0, members=(), compute=0.1):
+def log(rank, times, *, generation=0, members=(), compute=0.1):
     made = ProcessLog(rank, generation)
     made.steps = [(BEGIN + t, k, compute, 1.0) for k, t in enumerate(times)]
     made.members = [(BEGIN + t, epoch, tuple(ranks)) for t, epoch, ranks in members]
     return made
 
 
-def ran(lives, *faults, seconds=100.0):
-    made = JobRecord(BEGIN, seconds, lives=lives)
-    made.done = [CarriedOut(f, f.at, f.until) for f in faults]
+def recorded(logs, *faults, seconds=100.0):
+    made = JobRecord(BEGIN, seconds, logs=logs)
+    made.faults = [FaultRecord(f, f.at, f.until) for f in faults]
     return made
 
 
@@ -32,77 +32,77 @@ def places(found):
 
 
 def test_a_stall_is_the_gap_beyond_compute():
-    found = stalls(ran([life(0, [0.0, 0.2, 2.0, 2.2])]))
+    found = stalls(recorded([log(0, [0.0, 0.2, 2.0, 2.2])]))
     assert places(found) == [(0, 0.2, 2.0)]
     assert found[0]["seconds"] == pytest.approx(1.7)
-    assert len(stalls(ran([life(0, [0.0, 0.2, 2.0, 2.2])]), 0.0)) == 3
+    assert len(stalls(recorded([log(0, [0.0, 0.2, 2.0, 2.2])]), 0.0)) == 3
 
 
 def test_a_slower_step_is_no_stall():
-    assert stalls(ran([life(0, [0.0, 2.0, 4.0], compute=1.9)])) == []
+    assert stalls(recorded([log(0, [0.0, 2.0, 4.0], compute=1.9)])) == []
 
 
-def test_a_victim_does_not_stall_but_a_survivor_does():
+def test_stalls_of_a_victim_are_not_counted():
     fault = Fault(10.0, "stop", (1,), 18.0)
-    victim = life(1, [9.9, 18.1, 18.3])
-    survivor = life(0, [9.9, 11.0, 11.2, 18.3])
-    found = stalls(ran([survivor, victim], fault), 0.5)
+    victim = log(1, [9.9, 18.1, 18.3])
+    survivor = log(0, [9.9, 11.0, 11.2, 18.3])
+    found = stalls(recorded([survivor, victim], fault), 0.5)
     assert sorted(places(found)) == [(0, 9.9, 11.0), (0, 11.2, 18.3)]
 
 
-def test_a_slow_worker_is_a_survivor():
+def test_stalls_of_a_slow_worker_are_counted():
     fault = Fault(10.0, "slow", (1,), 18.0, how="compute")
-    assert [s["worker"] for s in stalls(ran([life(1, [9.9, 15.0])], fault))] == [1]
+    assert [s["worker"] for s in stalls(recorded([log(1, [9.9, 15.0])], fault))] == [1]
 
 
-def test_after_it_is_back_a_victim_counts_as_a_survivor():
+def test_stalls_of_a_victim_count_again_after_its_rejoin():
     fault = Fault(10.0, "stop", (1,), 12.0)
-    found = stalls(ran([life(1, [9.9, 12.1, 14.0])], fault))
+    found = stalls(recorded([log(1, [9.9, 12.1, 14.0])], fault))
     assert places(found) == [(1, 12.1, 14.0)]
 
 
-def test_what_happens_after_the_end_is_no_stall():
-    assert stalls(ran([life(0, [0.0, 0.2, 5.0])], seconds=3.0)) == []
+def test_a_gap_that_ends_after_the_run_is_no_stall():
+    assert stalls(recorded([log(0, [0.0, 0.2, 5.0])], seconds=3.0)) == []
 
 
 def test_a_replacement_is_back_when_the_others_list_it():
     fault = Fault(10.0, "kill", (1,), 13.0)
-    survivor = life(0, [0.0, 10.1, 20.0], members=[(0, 1, [0, 1]), (10.2, 2, [0]), (14.5, 3, [0, 1])])
-    lives = [survivor, life(1, [0.0, 9.9]), life(1, [14.0, 14.2], generation=1)]
-    found = rejoins(ran(lives, fault))
+    survivor = log(0, [0.0, 10.1, 20.0], members=[(0, 1, [0, 1]), (10.2, 2, [0]), (14.5, 3, [0, 1])])
+    logs = [survivor, log(1, [0.0, 9.9]), log(1, [14.0, 14.2], generation=1)]
+    found = rejoins(recorded(logs, fault))
     assert [(r["worker"], r["kind"], r["back"]) for r in found] == [(1, "kill", 14.5)]
     assert found[0]["seconds"] == pytest.approx(1.5)
 
 
-def test_who_is_never_listed_again_did_not_come_back():
+def test_a_victim_that_is_never_listed_again_did_not_rejoin():
     fault = Fault(10.0, "cut", (1,), 13.0)
-    survivor = life(0, [0.0, 10.1, 30.0], members=[(0, 1, [0, 1]), (10.2, 2, [0])])
-    made = ran([survivor, life(1, [0.0, 9.9, 14.0])], fault)
-    assert back_at(made, made.done[0], 1) is None
+    survivor = log(0, [0.0, 10.1, 30.0], members=[(0, 1, [0, 1]), (10.2, 2, [0])])
+    made = recorded([survivor, log(1, [0.0, 9.9, 14.0])], fault)
+    assert back_at(made, made.faults[0], 1) is None
 
 
-def test_who_makes_no_step_did_not_come_back():
+def test_a_victim_that_makes_no_step_did_not_rejoin():
     fault = Fault(10.0, "kill", (1,), 13.0)
-    made = ran([life(0, [0.0, 30.0]), life(1, [0.0, 9.9])], fault)
+    made = recorded([log(0, [0.0, 30.0]), log(1, [0.0, 9.9])], fault)
     assert rejoins(made)[0]["seconds"] is None
 
 
 def test_a_later_drop_is_not_counted_for_this_fault():
     fault = Fault(10.0, "stop", (1,), 11.0)
-    survivor = life(0, [0.0, 30.0], members=[(0, 1, [0, 1]), (20.0, 2, [0]), (25.0, 3, [0, 1])])
-    made = ran([survivor, life(1, [0.0, 11.1, 30.0])], fault)
-    assert back_at(made, made.done[0], 1) == pytest.approx(11.1)
+    survivor = log(0, [0.0, 30.0], members=[(0, 1, [0, 1]), (20.0, 2, [0]), (25.0, 3, [0, 1])])
+    made = recorded([survivor, log(1, [0.0, 11.1, 30.0])], fault)
+    assert back_at(made, made.faults[0], 1) == pytest.approx(11.1)
     assert [(d["worker"], d["at"], d["epoch"]) for d in false_drops(made)] == [(1, 20.0, 2)]
 
 
-def test_a_victim_is_dropped_rightly():
+def test_dropping_a_victim_is_no_false_drop():
     fault = Fault(10.0, "stop", (1,), 18.0)
-    survivor = life(0, [0.0, 30.0], members=[(0, 1, [0, 1]), (15.0, 2, [0]), (18.5, 3, [0, 1])])
-    assert false_drops(ran([survivor, life(1, [0.0, 18.1])], fault)) == []
+    survivor = log(0, [0.0, 30.0], members=[(0, 1, [0, 1]), (15.0, 2, [0]), (18.5, 3, [0, 1])])
+    assert false_drops(recorded([survivor, log(1, [0.0, 18.1])], fault)) == []
 
 
-def test_leaks_add_up_and_fewer_is_no_credit():
-    made = ran([])
+def test_leaks_are_summed_without_negative_ones():
+    made = recorded([])
     made.orphans = 1
     before = {"threads": 3, "file_descriptors": 10}
     made.values = {
@@ -116,21 +116,21 @@ def test_leaks_add_up_and_fewer_is_no_credit():
     ("growth", "descriptors", "flat"), [(0.0, 0, True), (3e6, 0, True), (20e6, 0, False), (0.0, 5, False)]
 )
 def test_memory_that_grows_is_not_flat(growth, descriptors, flat):
-    made = life(0, [])
+    made = log(0, [])
     made.census = [(BEGIN + k, int(100e6 + growth * k / 100), 20 + descriptors * k // 100, 5) for k in range(100)]
-    told = flatness(ran([made]))
+    told = flatness(recorded([made]))
     assert told["flat"] is flat
     assert told["workers"][0]["rss_growth_mb"] == pytest.approx(0.74 * growth / 1e6, abs=0.01)
 
 
 def test_growth_while_warming_up_does_not_count():
-    made = life(0, [])
+    made = log(0, [])
     made.census = [(BEGIN + k, int(100e6 + 50e6 * min(k, 20) / 20), 20, 5) for k in range(100)]
-    assert flatness(ran([made]))["flat"]
+    assert flatness(recorded([made]))["flat"]
 
 
-def test_too_few_samples_are_no_proof():
-    assert flatness(ran([life(0, [])]))["flat"] is False
+def test_too_few_samples_are_not_flat():
+    assert flatness(recorded([log(0, [])]))["flat"] is False
 
 
 def test_the_bound_of_the_loss():
@@ -150,7 +150,7 @@ GOOD = {
 }
 
 
-def test_nothing_wrong_is_no_problem():
+def test_a_good_run_has_no_problems():
     assert problems(GOOD, soft=0.5) == []
     assert problems({**GOOD, "longest_stall_s": None, "calm_final_losses": []}, soft=0.5) == []
 
@@ -159,21 +159,21 @@ def test_nothing_wrong_is_no_problem():
     ("change", "words"),
     [
         ({"hangs": 2}, "2 workers hung"),
-        ({"restarts": 1}, "1 workers ended of themselves"),
+        ({"restarts": 1}, "1 workers ended unexpectedly"),
         ({"not_rejoined": 1}, "1 victims did not come back"),
-        ({"longest_stall_s": 2.1}, "held up for 2.10 s, longer than 4 soft deadlines of 0.5 s"),
+        ({"longest_stall_s": 2.1}, "stalled for 2.10 s, longer than 4 soft deadlines of 0.5 s"),
         ({"final_loss": 1.2}, "the final loss 1.2000 is above 1.1000"),
         ({"final_loss": None}, "no final loss"),
         ({"leaks": {**GOOD["leaks"], "threads": 3}}, "left behind: 3 threads"),
     ],
 )
-def test_every_problem_is_told(change, words):
+def test_every_problem_is_reported(change, words):
     found = problems({**GOOD, **change}, soft=0.5)
     assert len(found) == 1
     assert words in found[0]
 
 
-def test_the_reader_follows_a_file_and_waits_for_whole_lines(tmp_path):
+def test_the_reader_follows_a_file_and_waits_for_complete_lines(tmp_path):
     path = tmp_path / "worker-002-001.jsonl"
     lines = [
         {"t": 1.0, "event": "ready", "joined": True, "step": 7},
@@ -184,7 +184,7 @@ def test_the_reader_follows_a_file_and_waits_for_whole_lines(tmp_path):
     reader = LogReader(tmp_path)
     path.write_text(text[:-5])
     reader.update()
-    made = reader.lives[2, 1]
+    made = reader.logs[2, 1]
     assert (made.joined, made.steps, made.census) == (True, [(1.2, 8, 0.1, 2.0)], [])
     path.write_text(text)
     reader.update()

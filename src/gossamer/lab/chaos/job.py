@@ -1,4 +1,4 @@
-"""One run of a job under a plan of faults: start the workers, do to them what the plan says, watch who suffers."""
+"""Run one training job under a plan of faults, and record what happened to its workers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from gossamer.lab.cluster import LabCluster
 from gossamer.lab.cpu import CpuMeter
 from gossamer.lab.workers import Worker, WorkerPool
 
-HANG = 20.0  # seconds without a step, beyond compute and faults of one's own, that count as hanging
-LEAVING = 25.0  # seconds to return after the end of the run
-AGAIN = 2.0  # seconds until a worker that ended of itself is started again
+HANG = 20.0  # seconds without a step, beyond compute time and the worker's own faults, that count as a hang
+LEAVING = 25.0  # seconds that a worker may take to return after the end of the run
+RESTART = 2.0  # seconds until a worker that ended unexpectedly is started again
 POLL = 0.05
-Watch = Callable[
-    [float, str, Sequence[ProcessLog]], None
-]  # seconds since the start, what happens, who has come how far
+# Called with the seconds since the start, an event (empty: none) and the logs of all processes (empty with an event).
+Watch = Callable[[float, str, Sequence[ProcessLog]], None]
 
 
 @dataclass
-class CarriedOut:
+class FaultRecord:
     """A fault as it was carried out; times are seconds since the start of the run."""
 
     fault: Fault
@@ -35,16 +34,16 @@ class CarriedOut:
 
 @dataclass
 class JobRecord:
-    """A run that is over."""
+    """What happened in a run."""
 
-    begin: float
+    begin: float  # time.monotonic()
     seconds: float
-    lives: list[ProcessLog] = field(default_factory=list)
-    done: list[CarriedOut] = field(default_factory=list)
+    logs: list[ProcessLog] = field(default_factory=list)
+    faults: list[FaultRecord] = field(default_factory=list)
     hung: list[dict[str, Any]] = field(default_factory=list)
-    ended: list[dict[str, Any]] = field(default_factory=list)  # processes that nobody had told to end
-    values: dict[int, dict[str, Any]] = field(default_factory=dict)  # what each rank's last process returned
-    began: bool = False  # all have made a first step
+    ended: list[dict[str, Any]] = field(default_factory=list)  # processes that ended unexpectedly
+    values: dict[int, dict[str, Any]] = field(default_factory=dict)  # what the last process of each rank returned
+    began: bool = False  # every worker has made its first step
     orphans: int = 0  # processes that could not be ended
     cpu_use: float | None = None
     saturated: bool = False
@@ -54,64 +53,64 @@ class JobRecord:
         return self.begin + self.seconds
 
 
-class _Run:
+class _JobRun:
     def __init__(
         self, cluster: LabCluster, pool: WorkerPool, job: ChaosJob, fn: Callable[..., Any], watch: Watch, replace: bool
     ) -> None:
         self.cluster, self.pool, self.job, self.fn, self.watch, self.replace = cluster, pool, job, fn, watch, replace
         self.reader = LogReader(Path(job.folder))
-        self.ran = JobRecord(time.monotonic(), job.seconds)
-        self.suffering: dict[int, int] = {}  # rank -> faults that hold it now
-        self.again: dict[int, float] = {}  # rank -> when to start who ended of itself
-        self.released: dict[int, float] = {}  # rank -> when the last fault of its own ended
+        self.record = JobRecord(time.monotonic(), job.seconds)
+        self.active_faults: dict[int, int] = {}  # rank -> number of faults that affect it now
+        self.restarts: dict[int, float] = {}  # rank -> when to restart a worker that ended unexpectedly
+        self.released: dict[int, float] = {}  # rank -> when the last fault that affected it ended
 
-    def await_first_steps(self) -> None:
-        """The run begins when everybody has made a step; who does not within a minute hangs."""
+    def wait_for_first_steps(self) -> None:
+        """Start the clock of the run when every worker has made a step; a worker that makes none in time hangs."""
         deadline = time.monotonic() + self.job.timeout
-        while time.monotonic() < deadline and not self.ran.ended:
+        while time.monotonic() < deadline and not self.record.ended:
             self.note_ends()
             self.reader.update()
-            if sum(bool(life.steps) for life in self.reader.lives.values()) == self.cluster.n:
-                self.ran.begin, self.ran.began = time.monotonic(), True
-                beside = self.job.start_signal.with_suffix(".new")
-                beside.write_text(repr(self.ran.begin))
-                beside.replace(self.job.start_signal)
+            if sum(bool(log.steps) for log in self.reader.logs.values()) == self.cluster.n:
+                self.record.begin, self.record.began = time.monotonic(), True
+                new = self.job.start_signal.with_suffix(".new")  # renamed, so that no worker reads half of it
+                new.write_text(repr(self.record.begin))
+                new.replace(self.job.start_signal)
                 return
         for worker in list(self.pool.running):
-            self.hangs(worker, f"made no first step within {self.job.timeout:g} s")
+            self.note_hang(worker, f"made no first step within {self.job.timeout:g} s")
             self.pool.kill(worker.rank)
-        self.ran.seconds = 0.0  # there is nothing to go on with
+        self.record.seconds = 0.0  # the run ends here
 
     def carry_out(self, plan: Sequence[Fault]) -> None:
         due: list[tuple[float, bool, Fault]] = [(f.at, True, f) for f in plan] + [(f.until, False, f) for f in plan]
         due.sort(key=lambda d: d[0])
-        shown = 0.0
-        while (now := time.monotonic()) < self.ran.end:
-            while due and self.ran.begin + due[0][0] <= now:
+        looked = 0.0
+        while (now := time.monotonic()) < self.record.end:
+            while due and self.record.begin + due[0][0] <= now:
                 _, begins, fault = due.pop(0)
                 if begins:
-                    self.begin(fault)
+                    self.begin_fault(fault)
                 else:
-                    self.undo(fault)
+                    self.end_fault(fault)
             self.note_ends()
-            for rank in [r for r, at in self.again.items() if at <= now]:
-                del self.again[rank]
-                if not self.suffering.get(rank):  # else its fault's end fills the place
+            for rank in [r for r, at in self.restarts.items() if at <= now]:
+                del self.restarts[rank]
+                if not self.active_faults.get(rank):  # otherwise the end of the fault starts a worker
                     self.released[rank] = now
-                    self.put(rank)
-            if now - shown > 1.0:
-                shown = now
+                    self.start_replacement(rank)
+            if now - looked > 1.0:
+                looked = now
                 self.reader.update()
                 self.look_for_hangs(now)
-                self.watch(now - self.ran.begin, "", self.reader.ordered())
+                self.watch(now - self.record.begin, "", self.reader.ordered())
             if not self.replace and not self.pool.running:
                 return
 
-    def begin(self, fault: Fault) -> None:
-        self.watch(time.monotonic() - self.ran.begin, str(fault), ())
+    def begin_fault(self, fault: Fault) -> None:
+        self.watch(time.monotonic() - self.record.begin, str(fault), ())
         for rank in fault.victims:
-            self.suffering[rank] = self.suffering.get(rank, 0) + 1
-        self.ran.done.append(CarriedOut(fault, time.monotonic() - self.ran.begin))
+            self.active_faults[rank] = self.active_faults.get(rank, 0) + 1
+        self.record.faults.append(FaultRecord(fault, time.monotonic() - self.record.begin))
         if fault.kind == "cut":
             assert fault.node is not None
             self.cluster.cut(fault.node, silently=fault.how == "packets lost")
@@ -125,11 +124,11 @@ class _Run:
             elif fault.kind == "stop":
                 self.pool.stop(rank)
             elif fault.kind == "join":
-                self.job.wish(rank, "leave").touch()
+                self.job.request(rank, "leave").touch()
             elif fault.kind == "slow" and fault.how == "compute":
-                self.job.wish(rank, "slow").write_text(str(SLOWER))
+                self.job.request(rank, "slow").write_text(str(SLOWER))
 
-    def undo(self, fault: Fault) -> None:
+    def end_fault(self, fault: Fault) -> None:
         if fault.kind == "cut":
             assert fault.node is not None
             self.cluster.mend(fault.node)
@@ -138,88 +137,87 @@ class _Run:
             self.cluster.slow(fault.node, None)
         for rank in fault.victims:
             if fault.kind in ("kill", "join"):
-                self.put(rank)
+                self.start_replacement(rank)
             elif fault.kind == "stop":
                 self.pool.resume(rank)
             elif fault.kind == "slow":
-                self.job.wish(rank, "slow").unlink(missing_ok=True)
+                self.job.request(rank, "slow").unlink(missing_ok=True)
         now = time.monotonic()
         for rank in fault.victims:
-            self.suffering[rank] -= 1
+            self.active_faults[rank] -= 1
             self.released[rank] = now
-        next(d for d in self.ran.done if d.fault is fault).until = now - self.ran.begin
-        self.watch(now - self.ran.begin, f"{fault}: over", ())
+        next(r for r in self.record.faults if r.fault is fault).until = now - self.record.begin
+        self.watch(now - self.record.begin, f"{fault}: over", ())
 
-    def put(self, rank: int) -> None:
-        """A process into a rank's place, if that is free and the launcher replaces the dead."""
+    def start_replacement(self, rank: int) -> None:
+        """Start a new worker of a rank once the previous one has ended (only with `replace`)."""
         before = self.pool.current(rank)
         if before is not None and before.running:
             deadline = time.monotonic() + LEAVING
             while before.running and time.monotonic() < deadline:
-                self.note_ends()  # it may just be leaving; others may end meanwhile
+                self.note_ends()  # it may be leaving right now, and other workers may end meanwhile
             if before.running:
-                self.hangs(before, "did not leave when it was told to")
+                self.note_hang(before, "did not leave when it was asked to")
                 self.pool.kill(rank)
-                while before.running:
-                    self.note_ends()
-        self.job.wish(rank, "leave").unlink(missing_ok=True)  # now that nobody is there to whom it was said
+                self.note_ends()
+        self.job.request(rank, "leave").unlink(missing_ok=True)  # it was meant for the previous worker
         if self.replace:
             self.pool.start(rank, self.fn, self.job, 0 if before is None else before.generation + 1)
 
     def note_ends(self) -> None:
         for worker in self.pool.poll(POLL):
-            told = worker.killed or self.job.wish(worker.rank, "leave").exists()
-            if told or (worker.ending == "returned" and time.monotonic() >= self.ran.end):
+            expected = worker.killed or self.job.request(worker.rank, "leave").exists()
+            if expected or (worker.ending == "returned" and time.monotonic() >= self.record.end):
                 continue
-            self.ran.ended.append(
+            self.record.ended.append(
                 {
                     "worker": worker.rank,
                     "generation": worker.generation,
-                    "at": (worker.ended or 0.0) - self.ran.begin,
+                    "at": (worker.ended or 0.0) - self.record.begin,
                     "ending": worker.ending,
                     "why": worker.why or worker.output(),
                 }
             )
-            if self.replace and self.ran.began and not self.suffering.get(worker.rank):
-                self.again[worker.rank] = time.monotonic() + AGAIN
+            if self.replace and self.record.began and not self.active_faults.get(worker.rank):
+                self.restarts[worker.rank] = time.monotonic() + RESTART
 
     def look_for_hangs(self, now: float) -> None:
-        hung = {(h["worker"], h["generation"]) for h in self.ran.hung}
+        hung = {(h["worker"], h["generation"]) for h in self.record.hung}
         for worker in self.pool.running:
-            if self.suffering.get(worker.rank) or (worker.rank, worker.generation) in hung:
+            if self.active_faults.get(worker.rank) or (worker.rank, worker.generation) in hung:
                 continue
-            life = self.reader.lives.get((worker.rank, worker.generation))
-            heard = max(worker.started, self.released.get(worker.rank, 0.0), (life and life.last) or 0.0)
-            if now - heard > HANG + self.job.compute * SLOWER:
-                self.hangs(worker, f"no step for {now - heard:.1f} s")
+            log = self.reader.logs.get((worker.rank, worker.generation))
+            last = max(worker.started, self.released.get(worker.rank, 0.0), (log and log.last) or 0.0)
+            if now - last > HANG + self.job.compute * SLOWER:
+                self.note_hang(worker, f"no step for {now - last:.1f} s")
 
-    def hangs(self, worker: Worker, why: str) -> None:
-        self.ran.hung.append(
+    def note_hang(self, worker: Worker, why: str) -> None:
+        self.record.hung.append(
             {
                 "worker": worker.rank,
                 "generation": worker.generation,
-                "at": time.monotonic() - self.ran.begin,
+                "at": time.monotonic() - self.record.begin,
                 "why": why,
                 "stack": self.pool.stack(worker.rank),
             }
         )
 
     def finish(self) -> JobRecord:
-        """Wait for all to return; who does not hangs."""
-        deadline = self.ran.end + LEAVING
+        """Wait until all workers have returned; a worker that does not return hangs."""
+        deadline = self.record.end + LEAVING
         while self.pool.running and time.monotonic() < deadline:
             self.note_ends()
         for worker in list(self.pool.running):
-            self.hangs(worker, f"did not return within {LEAVING:g} s of the end of the run")
+            self.note_hang(worker, f"did not return within {LEAVING:g} s of the end of the run")
             self.pool.kill(worker.rank)
-        self.ran.orphans = len(self.pool.wait_gone(10.0))
+        self.record.orphans = len(self.pool.wait_gone(10.0))
         for rank in range(self.cluster.n):
             last = self.pool.current(rank)
             if last is not None and last.ending == "returned":
-                self.ran.values[rank] = last.value
+                self.record.values[rank] = last.value
         self.reader.update()
-        self.ran.lives = self.reader.ordered()
-        return self.ran
+        self.record.logs = self.reader.ordered()
+        return self.record
 
 
 def run_job(
@@ -232,17 +230,17 @@ def run_job(
     watch: Watch = lambda *_: None,
     replace: bool = True,
 ) -> JobRecord:
-    """Run `fn(rank, job, generation)` on every worker of the cluster while the plan is carried out.
+    """Run `fn(rank, job, generation)` on every worker of the cluster while the faults of the plan are carried out.
 
-    With `replace`, killed workers are replaced when their fault is over, and those that end of themselves soon after;
-    without it (DDP) the run ends with the last worker.
+    With `replace`, a killed worker is replaced when its fault ends, and a worker that ended unexpectedly soon after.
+    Without it (DDP), the run is over when the last worker has ended.
     """
     with cluster.pool(env=env) as pool, CpuMeter() as meter:
-        run = _Run(cluster, pool, job, fn, watch, replace)
+        run = _JobRun(cluster, pool, job, fn, watch, replace)
         for rank in range(cluster.n):
             pool.start(rank, fn, job, 0)
-        run.await_first_steps()
+        run.wait_for_first_steps()
         run.carry_out(plan)
-        ran = run.finish()
-    ran.cpu_use, ran.saturated = meter.use, meter.saturated
-    return ran
+        record = run.finish()
+    record.cpu_use, record.saturated = meter.use, meter.saturated
+    return record

@@ -1,4 +1,4 @@
-"""Reading what the workers of a chaos run wrote down, during the run and after it."""
+"""Read the logs that the workers of a chaos run write, during the run and after it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 @dataclass
 class ProcessLog:
-    """One process in a rank's place: its steps as (time, step, compute seconds, loss), and what else it noted."""
+    """What one process of a rank has logged; times are `time.monotonic()`."""
 
     rank: int
     generation: int
-    steps: list[tuple[float, int, float, float]] = field(default_factory=list)
-    members: list[tuple[float, int, tuple[int, ...]]] = field(default_factory=list)  # time, epoch, ranks: at a change
-    census: list[tuple[float, int, int, int]] = field(default_factory=list)  # time, rss, descriptors, threads
+    steps: list[tuple[float, int, float, float]] = field(default_factory=list)  # time, step, compute seconds, loss
+    members: list[tuple[float, int, tuple[int, ...]]] = field(default_factory=list)  # time, epoch, ranks: changes only
+    census: list[tuple[float, int, int, int]] = field(default_factory=list)  # time, rss, file descriptors, threads
     events: dict[str, float] = field(default_factory=dict)
-    joined: bool = False
+    joined: bool = False  # the process joined a job that was already running
 
     @property
     def last(self) -> float | None:
-        """When it was last heard of."""
+        """The time of the last step or event."""
         times = [*self.events.values(), *(s[0] for s in self.steps[-1:])]
         return max(times) if times else None
 
@@ -41,29 +41,29 @@ class ProcessLog:
 
 
 class LogReader:
-    """Follows the files of a folder: `update()` reads what is new."""
+    """The logs of all processes in a folder; `update()` reads the lines that were added."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read: dict[Path, int] = {}
-        self.lives: dict[tuple[int, int], ProcessLog] = {}
+        self.logs: dict[tuple[int, int], ProcessLog] = {}  # by rank and generation
 
     def update(self) -> None:
         for path in sorted(self._folder.glob("worker-*.jsonl")):
             rank, generation = map(int, path.stem.split("-")[1:])
-            life = self.lives.setdefault((rank, generation), ProcessLog(rank, generation))
+            log = self.logs.setdefault((rank, generation), ProcessLog(rank, generation))
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
                 new = file.read()
-            whole = new.rfind(b"\n") + 1  # a process may have been killed inside a line
-            self._read[path] = self._read.get(path, 0) + whole
-            for line in new[:whole].splitlines():
-                life.add(json.loads(line))
+            complete = new.rfind(b"\n") + 1  # a process may have been killed while it wrote a line
+            self._read[path] = self._read.get(path, 0) + complete
+            for line in new[:complete].splitlines():
+                log.add(json.loads(line))
 
     def ordered(self) -> list[ProcessLog]:
-        return [self.lives[key] for key in sorted(self.lives)]
+        return [self.logs[key] for key in sorted(self.logs)]
 
 
-def last_steps(lives: Iterable[ProcessLog]) -> dict[int, int]:
-    """The last step of every rank."""
-    return {life.rank: life.steps[-1][1] for life in lives if life.steps}
+def last_steps(logs: Iterable[ProcessLog]) -> dict[int, int]:
+    """The last step of every rank; `logs` are ordered by rank and generation."""
+    return {log.rank: log.steps[-1][1] for log in logs if log.steps}

@@ -1,13 +1,13 @@
-"""What goes wrong in a chaos run, and when: a sequence drawn from a seed, before the run begins.
+"""The faults of a chaos run: a sequence that is drawn from a seed before the run begins.
 
-Time is cut into slots, a fault each; a fault ends, and its victims have time to come back, before the next begins, so
-a stall can be told to belong to one of them. Kinds of faults:
+Time is divided into slots with one fault each. A fault ends, and its victims have time to come back, before the next
+fault begins, so that every stall belongs to one fault. Kinds of faults:
 
-- kill: kill -9 of a worker, or of all workers of a node; a replacement starts some seconds later.
-- stop: SIGSTOP, for longer or for shorter than the hard deadline, then SIGCONT.
-- cut: a node's link is down, or loses every packet, then it is whole again.
-- join: a worker leaves in good order, and a new one takes its place some seconds later.
-- slow: a worker computes several times slower for a while, or its node's link is slow.
+- kill: SIGKILL to a worker, or to all workers of a node; a replacement starts some seconds later.
+- stop: SIGSTOP, for a longer or a shorter time than the hard deadline, then SIGCONT.
+- cut: the link of a node is down, or loses every packet, for some seconds.
+- join: a worker leaves the job as asked, and a new worker with its rank joins some seconds later.
+- slow: a worker computes several times slower for a while, or the link of its node is slow.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from typing import Any
 from gossamer.errors import InputError
 
 KINDS = ("kill", "stop", "cut", "join", "slow")
-# Dealt in turn, so that short runs see every kind; the first stays the first: it is what DDP is tried with.
+# Used in turn, so that short runs have every kind. The first fault is always the same: DDP is run under it.
 DECK = ("kill", "kill rank 0", "stop", "cut", "join", "slow", "kill node", "stop rank 0", "cut", "slow")
-SLOT = 6.0  # seconds: the shortest that leaves a victim time to come back
-SHARE = 0.6  # of a slot that a fault may last
-SLOWER = 4.0  # times, of a worker's compute
-SLOW_LINK = 0.1  # of the link's rate
+SLOT = 6.0  # seconds: a shorter slot leaves a victim no time to come back
+SHARE = 0.6  # a fault lasts at most this part of its slot
+SLOWER = 4.0  # factor on the compute time of a slow worker
+SLOW_LINK = 0.1  # factor on the rate of a slow link
 
 
 @dataclass(frozen=True)
 class Fault:
-    """From `at` to `until` (seconds after the start of the run) `victims` suffer; then it is undone."""
+    """A fault that affects the ranks `victims` from `at` to `until`, in seconds after the start of the run."""
 
     at: float
     kind: str
     victims: tuple[int, ...]
     until: float
-    node: int | None = None  # for faults of a whole node
+    node: int | None = None  # for faults that affect a whole node
     how: str = ""
 
     def describe(self) -> dict[str, Any]:
@@ -58,14 +58,14 @@ class Fault:
 def make_plan(
     per_node: Sequence[int], seconds: float, faults: int, seed: int, *, links: bool = True
 ) -> tuple[Fault, ...]:
-    """`faults` faults in `seconds`; never all workers at once. Without `links` none concerns the network."""
+    """`faults` faults in `seconds`, never of all workers at once. Without `links` no fault affects the network."""
     n = sum(per_node)
     if faults < 0:
         raise InputError(f"the number of faults must be at least 0, got {faults}; pass e.g. 6")
     if faults == 0:
         return ()
     if n < 2:
-        raise InputError("somebody must survive: chaos needs at least 2 workers, got 1; pass e.g. --per-node 2")
+        raise InputError("a chaos run with faults needs at least 2 workers, got 1; pass e.g. --per-node 2")
     lead, slot = _slots(seconds, faults)
     if slot < SLOT:
         need = next(s for s in range(1, 1 << 20) if _slots(s, faults)[1] >= SLOT)
@@ -96,7 +96,7 @@ def make_plan(
 
 
 def _slots(seconds: float, faults: int) -> tuple[float, float]:
-    """The quiet beginning, and the length of a slot; at the end it is quiet as well."""
+    """The seconds before the first slot, and the length of a slot; some seconds at the end have no fault either."""
     lead, tail = min(10.0, max(3.0, 0.07 * seconds)), min(15.0, max(5.0, 0.1 * seconds))
     return lead, (seconds - lead - tail) / faults
 
@@ -107,7 +107,7 @@ def _ranks(per_node: Sequence[int]) -> list[range]:
 
 
 def _details(kind: str, draw: random.Random, links: bool) -> tuple[str, float]:
-    """How, and for how many seconds."""
+    """The variant of a fault, and its length in seconds."""
     if kind in ("kill", "join"):
         return "", draw.uniform(2.0, 4.0)
     if kind == "stop":

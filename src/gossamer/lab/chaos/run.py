@@ -1,7 +1,7 @@
-"""A chaos run: the same training twice, calm and under a seeded sequence of faults, and a verdict on what it survived.
+"""A chaos run: train without faults and under a seeded sequence of faults, and compute a verdict.
 
-told = run_chaos(ChaosConfig(per_node=(2, 2, 2, 2), seconds=120, faults=6, seed=1))
-told["hangs"], told["restarts"], told["longest_stall_s"], told["final_loss"], told["calm_final_loss"]
+verdict = run_chaos(ChaosConfig(per_node=(2, 2, 2, 2), seconds=120, faults=6, seed=1))
+verdict["hangs"], verdict["restarts"], verdict["longest_stall_s"], verdict["final_loss"]
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from gossamer.lab.workers.placement import Node, reserved_port
 from gossamer.lab.workers.pool import run_workers
 from gossamer.predict.methods import Method, parse
 
-DDP_PATIENCE = 60.0  # seconds that DDP is watched after its fault
-Progress = Callable[[str, float, float], None]  # what happens, seconds done, of how many
+DDP_SECONDS = 60.0  # how long DDP runs after its fault
+Progress = Callable[[str, float, float], None]  # called with an event, the seconds done, and the seconds of the run
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosConfig:
-    """What to do. `faults=0` is a soak: nothing goes wrong, and memory and descriptors must stay flat."""
+    """The settings of a chaos run. With `faults=0` it is a soak: memory and file descriptors must not grow."""
 
     per_node: tuple[int, ...] = (2, 2, 2, 2)
     seconds: float = 120.0
     faults: int = 6
     seed: int = 1
     calm_runs: int = 1
-    calm_losses: tuple[float, ...] = ()  # of calm runs that were made before
-    ddp: bool = False
+    calm_losses: tuple[float, ...] = ()  # final losses of earlier runs without faults
+    ddp: bool = False  # also run torch's DDP under the first fault
     method: str = "dadam:aer"
     lr: float = 2e-3
     compute: float = 0.15
@@ -57,14 +57,16 @@ class ChaosConfig:
         if not 0 <= self.calm_runs <= 20:
             raise InputError(f"calm runs must be 0 to 20, got {self.calm_runs}; pass e.g. 3")
         if not 0.01 <= self.compute <= 10:
-            raise InputError(f"compute must be from 0.01 to 10 seconds a step, got {self.compute:g}; pass e.g. 0.15")
+            raise InputError(f"compute must be from 0.01 to 10 seconds per step, got {self.compute:g}; pass e.g. 0.15")
         if not 0 < self.soft < self.hard < self.timeout:
             raise InputError(
                 f"deadlines must satisfy 0 < soft < hard < timeout, got {self.soft:g}, {self.hard:g} and "
                 f"{self.timeout:g}; pass e.g. 0.5, 5 and 60"
             )
         if self.parsed.algorithm == "ddp" or self.parsed.package != "gossamer":
-            raise InputError(f"{self.method!r} does not survive its workers; name a method that gossips: dadam:aer")
+            raise InputError(
+                f"{self.method!r} does not continue when a worker fails; name a method of Gossamer, e.g. dadam:aer"
+            )
 
     @property
     def parsed(self) -> Method:
@@ -93,11 +95,11 @@ class ChaosConfig:
 
 
 def run_chaos(chaos: ChaosConfig, progress: Progress = lambda *_: None) -> dict[str, Any]:
-    """The verdict: see docs/reliability.md for its fields."""
+    """Run the training jobs and return the verdict; docs/reliability.md describes its fields."""
     plan = chaos.plan
-    run_workers(1, warm)  # what stays for good is there before the first count
+    run_workers(1, warm)  # threads and processes that stay for good exist before the first count
     warm(0)
-    before = _own()
+    before = _resources()
     calm: list[tuple[JobRecord, float | None]] = []
     ddp = None
     with chaos.cluster() as cluster:
@@ -105,35 +107,36 @@ def run_chaos(chaos: ChaosConfig, progress: Progress = lambda *_: None) -> dict[
             label = f"calm run {k + 1} of {chaos.calm_runs}"
             calm.append(_train(chaos, cluster, (), chaos.seed + 1 + k, label, progress))
         label = f"{len(plan)} faults" if plan else "soak"
-        ran, loss = _train(chaos, cluster, plan, chaos.seed, label, progress)
+        record, loss = _train(chaos, cluster, plan, chaos.seed, label, progress)
         if chaos.ddp and plan:
             ddp = _under_ddp(chaos, cluster, plan[0], progress)
-    after = _own()
-    return _verdict(chaos, ran, loss, calm, ddp, cluster.describe(), {k: max(0, after[k] - before[k]) for k in before})
+    after = _resources()
+    own_leaks = {k: max(0, after[k] - before[k]) for k in before}
+    return _verdict(chaos, record, loss, calm, ddp, cluster.describe(), own_leaks)
 
 
 def _train(
     chaos: ChaosConfig, cluster: LabCluster, plan: Sequence[Fault], seed: int, label: str, progress: Progress
 ) -> tuple[JobRecord, float | None]:
-    """One run, and the final loss of the mean of those that came to its end."""
+    """One run, and the final loss of the mean of the models that reached the end."""
 
-    def watch(at: float, event: str, lives: Sequence[ProcessLog]) -> None:
-        steps = last_steps(lives)
-        far = f", step {min(steps.values())} to {max(steps.values())}" if steps else ""
-        progress(f"{label}: {event}" if event else f"{label}{far}", max(0.0, at), chaos.seconds)
+    def watch(at: float, event: str, logs: Sequence[ProcessLog]) -> None:
+        steps = last_steps(logs)
+        steps_text = f", step {min(steps.values())} to {max(steps.values())}" if steps else ""
+        progress(f"{label}: {event}" if event else f"{label}{steps_text}", max(0.0, at), chaos.seconds)
 
     with tempfile.TemporaryDirectory(prefix="gossamer-chaos-") as folder, cluster.directory() as address:
         job = chaos.job(Path(folder), seed, chaos.seconds)
-        ran = run_job(cluster, job, train, plan, env={"GOSSAMER_DIRECTORY": address}, watch=watch)
-    models = [value["parameters"] for value in ran.values.values()]
-    return ran, final_loss(models, job.width) if models else None
+        record = run_job(cluster, job, train, plan, env={"GOSSAMER_DIRECTORY": address}, watch=watch)
+    models = [value["parameters"] for value in record.values.values()]
+    return record, final_loss(models, job.width) if models else None
 
 
 def _under_ddp(chaos: ChaosConfig, cluster: LabCluster, fault: Fault, progress: Progress) -> dict[str, Any]:
-    """torch's DDP under one fault: how every rank ended, and how long after the fault."""
-    seconds = fault.at + DDP_PATIENCE
+    """Run torch's DDP under one fault; report how every rank ended, and how long after the fault."""
+    seconds = fault.at + DDP_SECONDS
 
-    def watch(at: float, event: str, lives: Sequence[ProcessLog]) -> None:
+    def watch(at: float, event: str, logs: Sequence[ProcessLog]) -> None:
         if event:
             progress(f"DDP: {event}", at, seconds)
 
@@ -141,12 +144,12 @@ def _under_ddp(chaos: ChaosConfig, cluster: LabCluster, fault: Fault, progress: 
         job = chaos.job(Path(folder), chaos.seed, seconds)
         with reserved_port(Node()) as port:
             env = {"MASTER_PORT": str(port)}
-            ran = run_job(cluster, job, train_ddp, [fault], env=env, watch=watch, replace=False)
-    hit = ran.done[0].at if ran.done else fault.at
+            record = run_job(cluster, job, train_ddp, [fault], env=env, watch=watch, replace=False)
+    hit = record.faults[0].at if record.faults else fault.at
     ranks: dict[int, dict[str, Any]] = {
         r: {"worker": r, "ending": "killed", "after_s": 0.0} for r in fault.victims if fault.kind == "kill"
     }
-    for end in ran.ended:
+    for end in record.ended:
         why = end["why"].strip().rsplit("\n", 1)[-1]
         ranks[end["worker"]] = {
             "worker": end["worker"],
@@ -154,10 +157,10 @@ def _under_ddp(chaos: ChaosConfig, cluster: LabCluster, fault: Fault, progress: 
             "after_s": end["at"] - hit,
             "why": why,
         }
-    for hung in ran.hung:
+    for hung in record.hung:
         ranks[hung["worker"]] = {"worker": hung["worker"], "ending": "hung", "after_s": None, "why": hung["why"]}
     failed = sum(r["ending"] in ("killed", "died", "raised", "hung") for r in ranks.values())
-    after = [life.steps[-1][0] - ran.begin - hit for life in ran.lives if life.steps]
+    after = [log.steps[-1][0] - record.begin - hit for log in record.logs if log.steps]
     return {
         "fault": fault.describe(),
         "failed": failed,
@@ -167,8 +170,8 @@ def _under_ddp(chaos: ChaosConfig, cluster: LabCluster, fault: Fault, progress: 
     }
 
 
-def _own() -> dict[str, int]:
-    """What this process, its fork server and its namespaces hold now."""
+def _resources() -> dict[str, int]:
+    """What this process, its fork server and its namespaces use now, to find leaks."""
     mine = f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-"
     spaces = [p.name for p in NETNS.iterdir() if p.name.startswith(mine)] if NETNS.is_dir() else []
     return {
@@ -190,64 +193,64 @@ def _descendants(pid: int) -> list[int]:
 
 def _verdict(
     chaos: ChaosConfig,
-    ran: JobRecord,
+    record: JobRecord,
     loss: float | None,
     calm: Sequence[tuple[JobRecord, float | None]],
     ddp: dict[str, Any] | None,
     cluster: dict[str, Any],
-    ours: dict[str, int],
+    own_leaks: dict[str, int],
 ) -> dict[str, Any]:
-    came = rejoins(ran)
-    held = stalls(ran, 0.0)
+    rejoined = rejoins(record)
+    stalled = stalls(record, 0.0)
     calm_losses = [*chaos.calm_losses, *(x for _, x in calm if x is not None)]
-    kept = leaks(ran)
-    told: dict[str, Any] = {
-        "hangs": len(ran.hung),
-        "restarts": len(ran.ended),
-        "longest_stall_s": held[0]["seconds"] if held else None,
-        "rejoined": sum(r["seconds"] is not None for r in came),
-        "not_rejoined": sum(r["seconds"] is None for r in came),
-        "rejoin_s": [r["seconds"] for r in came],
+    kept = leaks(record)
+    verdict: dict[str, Any] = {
+        "hangs": len(record.hung),
+        "restarts": len(record.ended),
+        "longest_stall_s": stalled[0]["seconds"] if stalled else None,
+        "rejoined": sum(r["seconds"] is not None for r in rejoined),
+        "not_rejoined": sum(r["seconds"] is None for r in rejoined),
+        "rejoin_s": [r["seconds"] for r in rejoined],
         "final_loss": loss,
         "calm_final_loss": calm_losses[0] if calm_losses else None,
         "calm_final_losses": calm_losses,
         "calm_longest_stalls_s": [s[0]["seconds"] for s in (stalls(r, 0.0) for r, _ in calm) if s],
-        "leaks": {what: kept.get(what, 0) + ours[what] for what in ours},
-        "faults": [{**d.fault.describe(), "at": d.at, "until": d.until} for d in ran.done],
-        "valid": not ran.saturated and len(ran.done) == len(chaos.plan),
-        "cpu_use": ran.cpu_use,
-        "steps": last_steps(ran.lives),
-        "calm_steps": [last_steps(r.lives) for r, _ in calm],
-        "false_drops": false_drops(ran),
-        "seconds": ran.seconds,
+        "leaks": {what: kept.get(what, 0) + own_leaks[what] for what in own_leaks},
+        "faults": [{**f.fault.describe(), "at": f.at, "until": f.until} for f in record.faults],
+        "valid": not record.saturated and len(record.faults) == len(chaos.plan),
+        "cpu_use": record.cpu_use,
+        "steps": last_steps(record.logs),
+        "calm_steps": [last_steps(r.logs) for r, _ in calm],
+        "false_drops": false_drops(record),
+        "seconds": record.seconds,
         "cluster": cluster,
         "job": {
             name: getattr(chaos, name)
             for name in ("method", "lr", "compute", "soft", "hard", "timeout", "seed", "calm_runs")
         },
-        "memory": flatness(ran),
-        "rejoins": came,
-        "stalls": held[:50],
-        "hung": ran.hung,
-        "ended": ran.ended,
+        "memory": flatness(record),
+        "rejoins": rejoined,
+        "stalls": stalled[:50],
+        "hung": record.hung,
+        "ended": record.ended,
         "ddp": ddp,
-        "lives": [_drawn(life, ran.begin) for life in ran.lives],
-        "threads_left": {rank: value["threads"] for rank, value in ran.values.items() if value.get("threads")},
-        "stats": {rank: value.get("stats") for rank, value in ran.values.items()},
+        "lives": [_log_entry(log, record.begin) for log in record.logs],
+        "threads_left": {rank: value["threads"] for rank, value in record.values.items() if value.get("threads")},
+        "stats": {rank: value.get("stats") for rank, value in record.values.items()},
     }
-    found = problems(told, soft=chaos.soft)
-    if not chaos.faults and not told["memory"]["flat"]:
+    found = problems(verdict, soft=chaos.soft)
+    if not chaos.faults and not verdict["memory"]["flat"]:
         found.append("memory or descriptors grew during the soak")
-    return {"passed": not found, "problems": found, **told}
+    return {"passed": not found, "problems": found, **verdict}
 
 
-def _drawn(life: ProcessLog, begin: float) -> dict[str, Any]:
-    """A process as it goes into the record: every step's time and loss."""
+def _log_entry(log: ProcessLog, begin: float) -> dict[str, Any]:
+    """The log of a process as it is written to the record, with the time and loss of every step."""
     return {
-        "worker": life.rank,
-        "generation": life.generation,
-        "joined": life.joined,
-        "events": {name: round(t - begin, 3) for name, t in life.events.items()},
-        "members": [[round(t - begin, 3), epoch, list(ranks)] for t, epoch, ranks in life.members],
-        "steps": [[round(t - begin, 3), step, round(loss, 4)] for t, step, _, loss in life.steps],
+        "worker": log.rank,
+        "generation": log.generation,
+        "joined": log.joined,
+        "events": {name: round(t - begin, 3) for name, t in log.events.items()},
+        "members": [[round(t - begin, 3), epoch, list(ranks)] for t, epoch, ranks in log.members],
+        "steps": [[round(t - begin, 3), step, round(loss, 4)] for t, step, _, loss in log.steps],
     }

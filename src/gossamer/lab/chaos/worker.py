@@ -1,8 +1,8 @@
-"""What a worker of a chaos run does: train a small real task until the end of the run, and write down every step.
+"""A worker of a chaos run: train a small real task until the end of the run, and log every step.
 
-The task is that of `bench_task`: real data and gradients, and an accelerator's compute time as a sleep. The learning
-rate follows the clock of the run rather than a count of steps, so a worker that joins late is where the others are.
-What is written survives kill -9: a line a step, handed to the kernel at once.
+The task is that of `lab.bench.time_to_loss`: real data and gradients, with a sleep for an accelerator's compute time.
+The learning rate depends on the time since the start of the run and not on the step, so a worker that joins late uses
+the same rate as the others. Every line of the log is written to the kernel at once, so kill -9 does not lose it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from gossamer.lab.bench.time_to_loss import INPUTS, Student, teacher
 from gossamer.lab.bench.worker import optimizer_of
 from gossamer.predict.methods import Method
 
-CENSUS = 1.0  # seconds between two looks at memory, descriptors and threads
-UNSEEN = 4096  # samples that the final loss is measured on
+CENSUS = 1.0  # seconds between two measurements of memory, file descriptors and threads
+UNSEEN = 4096  # samples for the final loss
 
 
 @dataclass(frozen=True)
 class ChaosJob:
-    """One run. Times in its logs are time.monotonic(), one clock for all processes."""
+    """The settings of one run, and the files through which launcher and workers communicate."""
 
     folder: str
     method: Method
-    seconds: float  # from the moment when all have made their first step
+    seconds: float  # counted from the moment when all workers have made their first step
     lr: float = 2e-3
     compute: float = 0.15
     width: int = 256
@@ -48,7 +48,7 @@ class ChaosJob:
     hard: float = 5.0
 
     def rate(self, seconds: float) -> float:
-        """The learning rate so long after the beginning: a cosine over the run, down to a twentieth."""
+        """The learning rate `seconds` after the start: a cosine over the run, down to a twentieth of `lr`."""
         done = min(1.0, max(0.0, seconds / self.seconds))
         return self.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
 
@@ -57,26 +57,26 @@ class ChaosJob:
 
     @property
     def start_signal(self) -> Path:
-        """The file in which the launcher writes when the run began."""
+        """The file into which the launcher writes the time.monotonic() at which the run began."""
         return Path(self.folder) / "begin"
 
-    def wish(self, rank: int, what: str) -> Path:
-        """A file through which the launcher tells a worker to leave, or by which factor to be slow."""
+    def request(self, rank: int, what: str) -> Path:
+        """The file by which the launcher asks a worker to leave, or to compute slower by the factor in the file."""
         return Path(self.folder) / f"{what}-{rank:03d}"
 
 
 def census() -> dict[str, int]:
-    """What this process has: resident bytes, threads, open descriptors."""
+    """Resident bytes, threads and open file descriptors of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "rss": pages * os.sysconf("SC_PAGE_SIZE"),
         "threads": len(os.listdir("/proc/self/task")),
-        "file_descriptors": len(os.listdir("/proc/self/fd")) - 1,  # without the one that lists
+        "file_descriptors": len(os.listdir("/proc/self/fd")) - 1,  # listdir opens one itself
     }
 
 
 class StepLog:
-    """The lines of one process, appended and handed over one by one."""
+    """The log of one process: JSON lines with a time.monotonic(), written without a buffer."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
@@ -89,7 +89,7 @@ class StepLog:
 
 
 class RunClock:
-    """Seconds since the beginning of the run, below 0 as long as somebody has yet to make a first step."""
+    """Seconds since the start of the run; negative until all workers have made their first step."""
 
     def __init__(self, job: ChaosJob) -> None:
         self._job = job
@@ -102,8 +102,8 @@ class RunClock:
         return -1.0 if self._begin is None else time.monotonic() - self._begin
 
 
-class _Lesson:
-    """The task of one worker: model, data, and a step without the optimizer."""
+class _Training:
+    """The task of one worker: model, data, and forward and backward passes."""
 
     def __init__(self, rank: int, generation: int, job: ChaosJob) -> None:
         torch.set_num_threads(1)
@@ -111,11 +111,11 @@ class _Lesson:
         self.job, self.rank = job, rank
         self.model = Student(job.width)
         self.labels = teacher()
-        # Another process in the same place sees other samples: its predecessor's are learnt already.
+        # A replacement gets other samples than the worker before it.
         self.data = torch.Generator().manual_seed(1_000_003 * (job.seed + 1) + 1009 * generation + rank)
 
     def gradients(self, forward: nn.Module) -> tuple[float, float]:
-        """One forward and backward pass; its loss, and the compute time it stands for."""
+        """Run one forward and backward pass; return its loss and its emulated compute time."""
         seconds = self.job.compute * self._slower()
         self.model.seconds = seconds
         x = torch.randn(self.job.batch, INPUTS, generator=self.data)
@@ -125,22 +125,22 @@ class _Lesson:
 
     def _slower(self) -> float:
         try:
-            return float(self.job.wish(self.rank, "slow").read_text())
+            return float(self.job.request(self.rank, "slow").read_text())
         except (OSError, ValueError):
             return 1.0
 
 
 def train(rank: int, job: ChaosJob, generation: int = 0) -> dict[str, Any]:
-    """Train as a member that survives the others until the run ends or the launcher wishes otherwise."""
-    lesson = _Lesson(rank, generation, job)
-    optimizer = optimizer_of(job.method.optimizer, lesson.model.parameters(), job.lr)
-    lesson.gradients(lesson.model)  # torch's own threads and buffers come with the first step
+    """Train as a member of an elastic job until the run ends or the launcher asks this worker to leave."""
+    training = _Training(rank, generation, job)
+    optimizer = optimizer_of(job.method.optimizer, training.model.parameters(), job.lr)
+    training.gradients(training.model)  # torch starts threads and allocates buffers in the first step
     optimizer.zero_grad()
     before = census()
     log = StepLog(job.log(rank, generation))
     log(event="started", pid=os.getpid(), **before)
     gossip = gossamer.decentralize(
-        lesson.model,
+        training.model,
         optimizer,
         topology=job.method.topology or "aer",
         algorithm=gossamer.algorithm(job.method.algorithm),
@@ -148,51 +148,51 @@ def train(rank: int, job: ChaosJob, generation: int = 0) -> dict[str, Any]:
         timeout=job.timeout,
         on_failure=gossamer.Continue(soft_deadline=job.soft, hard_deadline=job.hard),
     )
-    told = gossip.stats()
-    log(event="ready", joined=bool(told.get("joined")), step=told["steps"])
+    stats = gossip.stats()
+    log(event="ready", joined=bool(stats.get("joined")), step=stats["steps"])
     members: Any = None
-    looked = -CENSUS
-    leave = job.wish(rank, "leave")
+    counted = -CENSUS
+    leave = job.request(rank, "leave")
     clock = RunClock(job)
     while (now := clock()) < job.seconds and not leave.exists():
         for group in optimizer.param_groups:
             group["lr"] = job.rate(now)
-        loss, seconds = lesson.gradients(lesson.model)
+        loss, seconds = training.gradients(training.model)
         optimizer.step()
         optimizer.zero_grad()
-        told = gossip.stats()
-        line = {"step": told["steps"], "compute": seconds, "loss": loss}
-        if (seen := [told.get("epoch"), told.get("members")]) != members:
+        stats = gossip.stats()
+        line = {"step": stats["steps"], "compute": seconds, "loss": loss}
+        if (seen := [stats.get("epoch"), stats.get("members")]) != members:
             members = seen
             line |= {"epoch": seen[0], "members": seen[1]}
         log(**line)
-        if now - looked >= CENSUS:
-            looked = now
+        if now - counted >= CENSUS:
+            counted = now
             log(**census())
-    told = gossip.stats()
-    flat = nn.utils.parameters_to_vector(lesson.model.parameters()).detach().clone()
-    log(event="leaving", step=told["steps"])
+    stats = gossip.stats()
+    flat = nn.utils.parameters_to_vector(training.model.parameters()).detach().clone()
+    log(event="leaving", step=stats["steps"])
     gossip.close()
     after = settled(before)
     log(event="left", **after)
     log.close()
     threads = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
-    return {"parameters": flat, "stats": _plain(told), "before": before, "after": after, "threads": threads}
+    return {"parameters": flat, "stats": _plain(stats), "before": before, "after": after, "threads": threads}
 
 
 def train_ddp(rank: int, job: ChaosJob, generation: int = 0) -> dict[str, Any]:
-    """The same task under torch's DDP, for as long as that lasts."""
-    lesson = _Lesson(rank, generation, job)
+    """Train the same task with torch's DDP until the run ends or DDP fails."""
+    training = _Training(rank, generation, job)
     log = StepLog(job.log(rank, generation))
     log(event="started", pid=os.getpid())
     world.join_world()
-    forward = baseline.ddp(lesson.model)
-    optimizer = optimizer_of(job.method.optimizer, lesson.model.parameters(), job.lr)
+    forward = baseline.ddp(training.model)
+    optimizer = optimizer_of(job.method.optimizer, training.model.parameters(), job.lr)
     log(event="ready", joined=False, step=0)
     step = 0
     clock = RunClock(job)
     while clock() < job.seconds:
-        loss, seconds = lesson.gradients(forward)
+        loss, seconds = training.gradients(forward)
         optimizer.step()
         optimizer.zero_grad()
         step += 1
@@ -200,12 +200,12 @@ def train_ddp(rank: int, job: ChaosJob, generation: int = 0) -> dict[str, Any]:
     return {"steps": step}
 
 
-def settled(before: Mapping[str, int], patience: float = 2.0) -> dict[str, int]:
-    """The census once it is back to what it was, or when patience ends: threads take a moment to leave."""
-    deadline = time.monotonic() + patience
+def settled(before: Mapping[str, int], seconds: float = 2.0) -> dict[str, int]:
+    """The census after waiting up to `seconds` until it is no larger than `before`: threads take a moment to end."""
+    deadline = time.monotonic() + seconds
     while True:
         now = census()
-        # the log itself was opened after the first look
+        # the log file was opened after `before`
         extra = max(now["threads"] - before["threads"], now["file_descriptors"] - 1 - before["file_descriptors"])
         if extra <= 0 or time.monotonic() > deadline:
             return {**now, "file_descriptors": now["file_descriptors"] - 1}
@@ -213,7 +213,7 @@ def settled(before: Mapping[str, int], patience: float = 2.0) -> dict[str, int]:
 
 
 def final_loss(parameters: list[Tensor], width: int) -> float:
-    """The loss of the mean of the members' models on samples that nobody has seen."""
+    """The loss of the mean of the models on samples that no worker trained on."""
     model = Student(width)
     nn.utils.vector_to_parameters(torch.stack(parameters).mean(0), model.parameters())
     model.eval()
@@ -223,12 +223,12 @@ def final_loss(parameters: list[Tensor], width: int) -> float:
 
 
 def warm(rank: int) -> None:
-    """Compute a little: torch starts threads that stay."""
+    """Compute a little, so that torch starts the threads that it keeps."""
     final_loss([nn.utils.parameters_to_vector(Student(8).parameters()).detach()], 8)
 
 
 def _plain(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON can hold of the statistics."""
+    """The statistics that can be written as JSON."""
     kept = {}
     for key, value in stats.items():
         with contextlib.suppress(TypeError, ValueError):
