@@ -78,7 +78,7 @@ class FlatTask:
 
 def small_translate(task: Any) -> Any:
     """A transformer with one layer on either side, width 64."""
-    from gossamer.recipes.data.subwords import PAD
+    from gossamer.recipes.data.text import PAD
     from gossamer.recipes.models.transformer import Size, Transformer
     from gossamer.recipes.task import seeded
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gossamer import InputError
 from gossamer.recipes.data.shards import Order, alpha_of, dirichlet_shards, picker
-from gossamer.recipes.data.tokenbatches import TokenBatches
+from gossamer.recipes.data.token_batches import TokenBatches
 from gossamer.recipes.options import TASKS, options_type
 from gossamer.recipes.task import Batches, evaluating, make_task, seeded
 

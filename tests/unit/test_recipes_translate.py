@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer import InputError
-from gossamer.recipes.data import numbers, parallel
-from gossamer.recipes.data.subwords import BOS, EOS, PAD, SMALLEST, Subwords
-from gossamer.recipes.data.tokenbatches import pad
+from gossamer.recipes.data import number_words
+from gossamer.recipes.data.corpora import load_parallel
+from gossamer.recipes.data.text import BOS, EOS, PAD, SMALLEST, Subwords
+from gossamer.recipes.data.token_batches import pad
 from gossamer.recipes.models.beam import beam_search
 from gossamer.recipes.models.transformer import Decoding, Size, Transformer
 from gossamer.recipes.task import make_task
@@ -29,30 +30,30 @@ def _reference(number):
 
 
 def test_number_words_equal_an_independent_generator():
-    sample = np.random.default_rng(0).integers(0, numbers.LIMIT, size=1500)
+    sample = np.random.default_rng(0).integers(0, number_words.LIMIT, size=1500)
     edges = [100_000, 100_001, 101_000, 101_101, 201_000, 999_999, 21_021, 1_000, 1_001, 10_001]
     for number in itertools.chain(range(2200), edges, sample.tolist()):
-        assert (numbers.english(number), numbers.german(number)) == _reference(number), number
+        assert (number_words.english(number), number_words.german(number)) == _reference(number), number
 
 
 def test_the_independent_generator_needs_that_one_correction_only():
     num2words = pytest.importorskip("num2words").num2words
-    differing = [n for n in range(0, 300_000, 1000) if num2words(n, lang="de") != numbers.german(n)]
+    differing = [n for n in range(0, 300_000, 1000) if num2words(n, lang="de") != number_words.german(n)]
     assert differing == [101_000, 201_000]
 
 
 def test_training_never_draws_a_held_out_number():
-    train = set(itertools.islice(numbers.draw(np.random.default_rng(0)), 5000))
-    test = set(itertools.islice(numbers.draw(np.random.default_rng(0), test=True), 500))
+    train = set(itertools.islice(number_words.draw(np.random.default_rng(0)), 5000))
+    test = set(itertools.islice(number_words.draw(np.random.default_rng(0), test=True), 500))
     assert not train & test
     assert min(test) >= 1000
-    assert max(train | test) < numbers.LIMIT
+    assert max(train | test) < number_words.LIMIT
     assert {len(str(number)) for number in train} == {1, 2, 3, 4, 5, 6}
 
 
 @pytest.fixture(scope="module")
 def subwords():
-    return Subwords([numbers.german(n) + " " + numbers.english(n) for n in range(2000)], 300)
+    return Subwords([number_words.german(n) + " " + number_words.english(n) for n in range(2000)], 300)
 
 
 @settings(max_examples=200)
@@ -69,7 +70,7 @@ def test_marks_and_spaces_in_the_text_come_back(subwords, text):
 
 
 def test_the_same_text_gives_the_same_vocabulary():
-    text = [numbers.german(n) for n in range(3000)]
+    text = [number_words.german(n) for n in range(3000)]
     digests = {Subwords(text, 320).digest() for _ in range(3)}
     assert len(digests) == 1
     assert digests != {Subwords(text[:50], 300).digest()}
@@ -78,7 +79,7 @@ def test_the_same_text_gives_the_same_vocabulary():
 def test_vocabularies_that_cannot_be_are_refused():
     with pytest.raises(InputError, match="vocabulary = 5000 is larger than the corpus allows, which yields"):
         Subwords(["one two three"], 5000)
-    with pytest.raises(InputError, match=f"vocabulary = 100 is too small: bytes and marks alone are {SMALLEST}"):
+    with pytest.raises(InputError, match=f"100 is too small: bytes and special tokens alone are {SMALLEST}"):
         Subwords(["one two three"], 100)
 
 
@@ -280,7 +281,7 @@ def test_number_words_can_be_skewed_by_length():
 
 def _write(root, *, lines=60, zipped=False, **overrides):
     for part in ("train", "val", "test_a", "test_b"):
-        for language, words in (("en", numbers.english), ("de", numbers.german)):
+        for language, words in (("en", number_words.english), ("de", number_words.german)):
             name = f"{part}.{language}"
             text = overrides.get(name.replace(".", "_"), "".join(f"{words(37 * n)}\n" for n in range(lines)))
             raw = text.encode()
@@ -290,10 +291,10 @@ def _write(root, *, lines=60, zipped=False, **overrides):
 @pytest.mark.parametrize("zipped", [False, True])
 def test_parallel_files(tmp_path, zipped):
     _write(tmp_path, zipped=zipped)
-    text = parallel.load(tmp_path, "en", "de")
+    text = load_parallel(tmp_path, "en", "de")
     assert text.train[1] == ("thirty-seven", "siebenunddreißig")
     assert text.test_name == "test_a"
-    assert parallel.load(tmp_path, "de", "en", test="test_b").train[1] == ("siebenunddreißig", "thirty-seven")
+    assert load_parallel(tmp_path, "de", "en", test="test_b").train[1] == ("siebenunddreißig", "thirty-seven")
 
 
 @pytest.mark.parametrize("same_shape", [False, True])
@@ -329,7 +330,7 @@ def test_file_batches_by_length_stay_in_their_shard(tmp_path):
         assert len(rows) == 50
         seen.append(rows)
     assert len(set.union(*seen)) == 200
-    with pytest.raises(InputError, match="same_shape goes with partition 'iid'"):
+    with pytest.raises(InputError, match="same_shape needs partition 'iid'"):
         make_task("translate", {**task.options.model_dump(), "same_shape": True}).batches(0, 4, seed=0)
 
 
@@ -350,7 +351,7 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path):
 
     refused("has neither train.en nor train.en.gz")
     _write(tmp_path, train_de="eins\n")
-    refused("train.en has 60 lines but train.de has 1: parallel files need one line a sentence")
+    refused("train.en has 60 lines but train.de has 1: parallel files need one line per sentence")
     _write(tmp_path, train_en="", train_de="")
     refused("has no training sentences")
     _write(tmp_path, val_en="\n", val_de="\n")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gossamer import InputError
-from gossamer.recipes.data import cifar, images
+from gossamer.recipes.data import images
 from gossamer.recipes.models.resnet import ResNet
 from gossamer.recipes.task import make_task
 
@@ -211,7 +211,7 @@ def test_a_pickle_of_python_2_is_read(tmp_path):
     pixels = b"S'" + b"a" * 3072 + b"'\n"
     raw = b"(dS'data'\n" + array + b"(I1\n(I1\nI3072\nt" + dtype + b"I00\n" + pixels + b"tbsS'labels'\n(lI7\nas."
     (tmp_path / "batch").write_bytes(raw)
-    data, labels = cifar.read_python(tmp_path / "batch")
+    data, labels = images.read_cifar_python(tmp_path / "batch")
     assert data.shape == (1, 3, 32, 32)
     assert data.min() == data.max() == ord("a")
     assert labels.tolist() == [7]
@@ -228,7 +228,7 @@ class _Harmful:
 def test_a_harmful_pickle_runs_nothing(tmp_path):
     (tmp_path / "batch").write_bytes(pickle.dumps({b"data": _Harmful(tmp_path / "made"), b"labels": []}))
     with pytest.raises(InputError, match=r"asks for posix\.mkdir"):
-        cifar.read_python(tmp_path / "batch")
+        images.read_cifar_python(tmp_path / "batch")
     assert not (tmp_path / "made").exists()
 
 
@@ -236,9 +236,9 @@ def test_a_harmful_pickle_runs_nothing(tmp_path):
 def test_damaged_cifar_batches_are_refused(tmp_path, content):
     (tmp_path / "batch").write_bytes(content)
     with pytest.raises(InputError, match="not a CIFAR-10"):
-        cifar.read_python(tmp_path / "batch")
+        images.read_cifar_python(tmp_path / "batch")
     with pytest.raises(InputError, match="not a CIFAR-10"):
-        cifar.read_binary(tmp_path / "batch")
+        images.read_cifar_binary(tmp_path / "batch")
 
 
 def test_incomplete_cifar_is_refused(tmp_path):
@@ -283,5 +283,5 @@ def test_image_folders_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(InputError, match="cannot read the image"):
         images.load(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="is no data set that this task reads"):
+    with pytest.raises(InputError, match="is not a data set that this task reads"):
         images.load(tmp_path / "empty")

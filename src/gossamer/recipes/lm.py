@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossamer import InputError
-from gossamer.recipes.data import prose
 from gossamer.recipes.data.shards import Indices, alpha_of, dirichlet_shards, picker
-from gossamer.recipes.data.subwords import Subwords
+from gossamer.recipes.data.text import Subwords, load_text
 from gossamer.recipes.models.gpt import GPT, SIZES
 from gossamer.recipes.options import LmOptions
 from gossamer.recipes.task import Batches, evaluating, seeded
@@ -40,7 +39,7 @@ class LanguageModel:
         self._alpha = alpha_of(options.partition)
         if options.tokenizer == "byte" and options.vocabulary is not None:
             raise InputError(f"vocabulary = {options.vocabulary} is for tokenizer = 'bpe': bytes always have 256")
-        self._name, documents = prose.load(options.data)
+        self._name, documents = load_text(options.data)
         text = "\n".join(documents)
         cut = round(len(text) * (1 - _VALIDATION_SHARE))
         self._digest = hashlib.sha256(text.encode()).hexdigest()[:16]

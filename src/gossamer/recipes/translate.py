@@ -6,12 +6,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossamer import InputError
-from gossamer.recipes.data.corpora import FileCorpus, NumberCorpus, encode
-from gossamer.recipes.data.needs import need
-from gossamer.recipes.data.parallel import Pair
+from gossamer.recipes.data.corpora import FileCorpus, NumberCorpus, Pair, encode
+from gossamer.recipes.data.files import need
 from gossamer.recipes.data.shards import alpha_of
-from gossamer.recipes.data.subwords import BOS, EOS, PAD
-from gossamer.recipes.data.tokenbatches import Pairs, length, pad
+from gossamer.recipes.data.text import BOS, EOS, PAD
+from gossamer.recipes.data.token_batches import Pairs, length, pad
 from gossamer.recipes.models.beam import beam_search
 from gossamer.recipes.models.transformer import SIZES, Decoding, Transformer
 from gossamer.recipes.options import TranslateOptions

@@ -1,18 +1,29 @@
-"""Reading files that may be compressed."""
+"""Reading data files, which may be compressed, and importing packages that only some tasks need."""
 
 import gzip
 import zlib
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from gossamer import InputError
 
 
+def need(module: str, package: str) -> Any:
+    """Import a module; raise `InputError` that names its package if it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise InputError(f"this task needs the package {package}: pip install 'gossamer[recipes]'") from None
+
+
 def find(directory: Path, name: str) -> Path | None:
-    """`name` or `name.gz` in the directory."""
+    """Return `name` or `name.gz` in the directory, if there is one."""
     return next((path for path in (directory / name, directory / f"{name}.gz") if path.is_file()), None)
 
 
 def read_bytes(path: Path) -> bytes:
+    """Return the content of a file, decompressed if its name ends in .gz."""
     try:
         raw = path.read_bytes()
         return gzip.decompress(raw) if path.suffix == ".gz" else raw
@@ -21,6 +32,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
+    """Return the content of a UTF-8 file, decompressed if its name ends in .gz."""
     try:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:

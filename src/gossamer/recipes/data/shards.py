@@ -1,4 +1,4 @@
-"""Who gets which samples, and in which order. Everything is a function of the seed, so nothing has to be saved."""
+"""Which worker gets which samples, and in which order: functions of the seed, so nothing has to be saved."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -12,7 +12,7 @@ Indices = NDArray[np.int64]
 
 
 class Order:
-    """The numbers 0 … size-1 without end: one permutation after another, each drawn from (seed, epoch)."""
+    """The numbers 0 … size-1 repeated without end: one permutation per epoch, drawn from (seed, epoch)."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.size = size
@@ -20,7 +20,7 @@ class Order:
         self._permutation = lru_cache(maxsize=2)(self._draw)
 
     def take(self, start: int, count: int) -> Indices:
-        """Places start … start+count-1 of the endless sequence; a batch may reach into the next epoch."""
+        """Return entries start … start+count-1 of the endless sequence; they may reach into the next epoch."""
         parts = []
         while count > 0:
             epoch, at = divmod(start, self.size)
@@ -34,7 +34,7 @@ class Order:
 
 
 def alpha_of(partition: str) -> float | None:
-    """None for `iid`, the concentration for `dirichlet:ALPHA`."""
+    """Parse a partition: None for `iid`, the concentration for `dirichlet:ALPHA`."""
     name, _, value = partition.partition(":")
     if partition == "iid":
         return None
@@ -50,7 +50,7 @@ def alpha_of(partition: str) -> float | None:
 
 
 def dirichlet_shards(labels: NDArray[np.integer], workers: int, *, alpha: float, seed: int) -> list[Indices]:
-    """Disjoint shards that cover all samples, equal in size (± 1) and skewed by label.
+    """Divide all samples into disjoint shards, equal in size (± 1) and skewed by label.
 
     Every worker draws its preferences q ~ Dirichlet(alpha) over the labels and, in turn, takes a sample whose label
     is drawn from q among the labels that are left (Hsu, Qi and Brown 2019, "Measuring the effects of non-identical
@@ -74,11 +74,11 @@ def dirichlet_shards(labels: NDArray[np.integer], workers: int, *, alpha: float,
 
 def _cumulative(preferences: NDArray[np.float64], pools: list[list[int]]) -> NDArray[np.float64]:
     left = np.array([len(pool) > 0 for pool in pools], dtype=np.float64)
-    # The tiny addend lets a worker take from any pool once those it prefers are empty.
+    # The small constant lets a worker take from any pool once its preferred pools are empty.
     weights = (preferences + 1e-9) * left
     sums = np.cumsum(weights, axis=1)
     total = np.maximum(sums[:, -1:], 1e-300)
-    # A draw below 1 must not pass the last pool that is left, whatever the rounding.
+    # A draw below 1 must not pass the last pool that is left, despite rounding.
     return np.where(sums >= sums[:, -1:], 1.0, sums / total)
 
 
@@ -92,10 +92,10 @@ def picker(
     shards: Callable[[int, int], list[Indices]] | None = None,
     what: str = "samples",
 ) -> Callable[[int], Indices]:
-    """`pick(i)`: the sample numbers of the worker's i-th batch.
+    """Return a function `pick(i)` that gives the sample numbers of the worker's i-th batch.
 
-    Without shards the workers share one endless order and together see every sample once an epoch. With them
-    (`shards(workers, seed)` are each worker's own samples) a worker goes through its shard.
+    Without shards the workers share one endless order and together see every sample once per epoch. With
+    `shards(workers, seed)`, the samples of each worker, a worker sees its own shard once per epoch.
     """
     check_workers(samples, batch, worker=worker, workers=workers, what=what)
     if shards is not None:
@@ -107,8 +107,9 @@ def picker(
 
 
 def check_workers(samples: int, batch: int, *, worker: int, workers: int, what: str = "samples") -> None:
+    """Refuse a worker that does not exist, and more workers than the data has batches for."""
     if not 0 <= worker < workers:
-        raise InputError(f"worker {worker} does not exist among {workers} workers: they are counted from 0")
+        raise InputError(f"worker {worker} does not exist among {workers} workers: workers are counted from 0")
     if samples // workers < batch:
         raise InputError(
             f"{samples} {what} do not give each of {workers} workers a batch of {batch}: "

@@ -1,4 +1,4 @@
-"""Batches by token count: sentences of like length together, no more than a budget of tokens, padding included."""
+"""Batches by token count: sentences of similar length together, up to a budget of tokens including padding."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,25 +11,25 @@ from torch import Tensor
 
 from gossamer import InputError
 from gossamer.recipes.data.shards import Indices
-from gossamer.recipes.data.subwords import BOS, EOS, PAD
+from gossamer.recipes.data.text import BOS, EOS, PAD
 
 Encoded = tuple[list[int], list[int]]
 
 
 class Pairs(NamedTuple):
-    """`source` ends with EOS; `target` has BOS before and EOS behind; both padded on the right."""
+    """A batch of sentences, padded on the right: `source` ends with EOS, `target` begins with BOS and ends with EOS."""
 
     source: Tensor
     target: Tensor
 
 
 def length(pair: Encoded) -> int:
-    """Tokens that a pair takes in a rectangle: the longer side and its mark."""
+    """Return the columns that a pair needs: the tokens of its longer side and EOS."""
     return max(len(pair[0]), len(pair[1])) + 1
 
 
 def pad(pairs: Sequence[Encoded], *, rows: int = 0, columns: int = 0) -> Pairs:
-    """At least `rows` sentences and `columns` tokens; an added row has a source that ends at once and no target."""
+    """Pad to at least `rows` sentences and `columns` tokens; added rows have an empty source and no target."""
     source = [[*line, EOS] for line, _ in pairs]
     target = [[BOS, *line, EOS] for _, line in pairs]
     empty = max(0, rows - len(pairs))
@@ -44,15 +44,16 @@ def _rectangle(lines: list[list[int]], columns: int) -> Tensor:
 
 
 class TokenBatches:
-    """An epoch's batches over some sentences.
+    """The batches of every epoch over a set of sentences.
 
-    Sentences are sorted by length, ties in an order drawn anew every epoch, and cut where the next one would pass
-    the budget. The sorted lengths are the same in every epoch, so the cuts are too: an epoch has `len(self)` batches,
-    and the batch of any epoch and number follows from the seed. Their order is drawn anew every epoch as well.
+    Sentences are sorted by length, with ties in an order drawn anew every epoch, and cut where the next sentence would
+    exceed the budget. The sorted lengths, and so the cuts, are the same in every epoch: an epoch has `len(self)`
+    batches, and the batch of any epoch and number follows from the seed. The order of the batches is drawn anew every
+    epoch.
     """
 
     def __init__(self, lengths: NDArray[np.int64], budget: int, *, seed: int, alike: int = 1) -> None:
-        """`alike` batches in a row come from neighbors in length, so that as many workers get one shape."""
+        """Let `alike` consecutive batches have similar lengths, so that as many workers can have the same shape."""
         self._lengths = lengths
         self._seed = seed
         self._alike = alike
@@ -66,12 +67,12 @@ class TokenBatches:
         return self._count
 
     def pick(self, number: int) -> Indices:
-        """The sentences of a batch, counted through all epochs."""
+        """Return the sentences of a batch; batches are numbered through all epochs."""
         epoch, at = divmod(number, self._count)
         return self._plan(epoch)[at]
 
     def shape(self, number: int) -> tuple[int, int]:
-        """Rows and columns that hold any of the `alike` batches this one belongs to."""
+        """Return rows and columns that hold each of the `alike` batches that this batch belongs to."""
         first = number - number % self._alike
         together = [self._lengths[self.pick(at)] for at in range(first, first + self._alike)]
         return max(len(lengths) for lengths in together), int(max(lengths.max() for lengths in together))
@@ -80,7 +81,7 @@ class TokenBatches:
         random = np.random.default_rng((self._seed, epoch))
         order = np.lexsort((random.random(len(self._lengths)), self._lengths))
         batches = [order[start:end] for start, end in zip(self._cuts[:-1], self._cuts[1:], strict=True)]
-        # What does not fill a row of `alike` is left out, from a different place every epoch.
+        # Batches beyond a multiple of `alike` are left out, at a different place every epoch.
         start = int(random.integers(self._skipped + 1))
         groups = [range(at, at + self._alike) for at in range(start, start + self._count, self._alike)]
         return [batches[number] for group in random.permutation(len(groups)) for number in groups[group]]

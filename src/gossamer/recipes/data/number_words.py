@@ -1,4 +1,4 @@
-"""Number words: an endless parallel corpus that needs no download.
+"""Number words in English and German: an endless parallel corpus that needs no download.
 
 English to German is a real, if small, translation: units come before tens ("forty-two", "zweiundvierzig"), German
 joins everything into one word, and "one" is "eins" at the end but "ein" elsewhere ("zweihunderteintausend").
@@ -8,6 +8,7 @@ from bisect import bisect
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 LIMIT = 1_000_000
 LENGTHS = 6
@@ -76,12 +77,14 @@ def _german_tens(number: int) -> str:
 
 
 def held_out(number: int) -> bool:
-    """One in twenty of the numbers from 1000 on is never trained on; every single word below is."""
+    """Return whether the number is kept for validation and test: one in twenty, from 1000 on."""
     return number >= 1000 and number * 2654435761 % 2**32 < 2**32 // 20
 
 
-def draw(random: np.random.Generator, *, test: bool = False, digits: np.ndarray | None = None) -> Iterator[int]:
-    """Numbers without end, all lengths equally likely (or as `digits`, six probabilities, says)."""
+def draw(
+    random: np.random.Generator, *, test: bool = False, digits: NDArray[np.float64] | None = None
+) -> Iterator[int]:
+    """Yield numbers without end; all lengths are equally likely, or have the six probabilities `digits`."""
     shares = np.cumsum(np.full(LENGTHS, 1 / LENGTHS) if digits is None else digits)[:-1].tolist()
     while True:
         length = bisect(shares, random.random())
