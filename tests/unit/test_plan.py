@@ -91,7 +91,7 @@ def test_directed_weights():
     execute(Round.from_matrix(0.5 * np.eye(n) + 0.3 * shift + 0.2 * shift @ shift), Layout.of([2, 3]), 6, True)
 
 
-@pytest.mark.parametrize("per_node", [[4, 4], [4, 4, 4], [2, 2, 2, 2], [6], [1, 1, 1, 1], [3, 3]])
+@pytest.mark.parametrize("per_node", [[4, 4], [4, 4, 4], [2, 2, 2, 2], [6], [1, 1, 1, 1], [3, 3], [2, 4], [1, 2, 3]])
 @pytest.mark.parametrize("hierarchical", [True, False])
 def test_traffic_counts_the_messages(per_node, hierarchical):
     layout = Layout.of(per_node)

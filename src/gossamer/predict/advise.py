@@ -13,7 +13,7 @@ from gossamer.predict.plans import SIZES, Plan, default_plan, other_plans
 from gossamer.predict.predict import derived, predict
 from gossamer.predict.simulator import Result
 from gossamer.topology import Layout, analyze, build, entries
-from gossamer.topology.mixing import Mixing
+from gossamer.topology.analysis import Mixing
 
 STEPS, MANY_WORKERS = 120, 64  # beyond so many workers their mean is steady after half the steps
 WIRES = ("fp32", "bf16", "int8")

@@ -16,10 +16,10 @@ layout of one node there is no slow link to tell apart, so every worker counts a
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple
 
 import networkx as nx
@@ -276,47 +276,54 @@ class Traffic:
 
 
 def traffic(round: Round, layout: Layout, *, hierarchical: bool = True) -> Traffic:
-    """The messages of `program` summed per worker, by formula: no message is listed, so any n is cheap."""
-    n = layout.n
-    sent = {name: np.zeros(n) for name in ("intra_plain", "intra_wired", "inter_plain", "inter_wired")}
-    steps = np.zeros(n, dtype=np.int64)
-    slow = layout.nodes > 1
-    node = layout.node
-
-    def add(worker: int, amount: float, *, across: bool, wired: bool) -> None:
-        sent[f"{'inter' if across else 'intra'}_{'wired' if wired else 'plain'}"][worker] += amount
-
+    """Sum the messages of `program` for each worker, by formula: no message is listed, so that any n is cheap."""
     if round.weights is not None:
-        for i, j, _ in round.weights:  # i takes from j: j sends
-            across = node[i] != node[j]
-            add(j, 1.0, across=across, wired=across or not slow)
-        edges = {frozenset((i, j)) for i, j, _ in round.weights}
-        for e in edges:
-            for w in e:
-                steps[w] += 1
-        return Traffic(**sent, steps=steps)
-    for group in round.groups:
-        if len(group) == 1:
-            continue
-        parts = parts_of(group, layout, hierarchical)
-        m = len(parts)
-        on_node = Counter(node[w] for w in group)
-        for part in parts:
-            L = len(part)
-            for w in part:
-                if m == 1 and L == 2:
-                    add(w, 1.0, across=False, wired=not slow)
-                    steps[w] = 1
-                    continue
-                if L > 1:
-                    add(w, 2 * (L - 1) / L, across=False, wired=False)
-                if m >= 2:
-                    # parts of one worker (no hierarchy, or one node) may have peers on this node: share out by peer
-                    far = 1.0 if L > 1 else (len(group) - on_node[node[w]]) / (len(group) - 1)
-                    volume = 1 / L if m == 2 else (m - 1) / (m * L)
-                    for across, share in ((True, far), (False, 1 - far)):
-                        add(w, volume * share, across=across, wired=True)
-                        if m > 2:
-                            add(w, volume * share, across=across, wired=False)
-                steps[w] = 2 * (L > 1) + (m == 2) + 2 * (m > 2)
-    return Traffic(**sent, steps=steps)
+        return _weighted_traffic(round, layout)
+    n, node_of = layout.n, np.asarray(layout.node)
+    sizes = np.array([len(g) for g in round.groups])
+    worker = np.fromiter(chain.from_iterable(round.groups), dtype=np.int64, count=n)
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    order = np.lexsort((node_of[worker], group))
+    worker = worker[order]
+    home = _run_lengths(group, node_of[worker])  # members of the worker's group on its node
+    members = sizes[group]
+    part = home if hierarchical and layout.nodes > 1 else np.ones(n, dtype=np.int64)
+    parts = np.round(np.bincount(group, weights=1.0 / part))[group]
+    inside = part > 1
+    pair = (parts == 1) & (part == 2)
+    local = np.where(pair, 1.0, 2 * (part - 1) / part)  # reduce-scatter and all-gather, or one swap
+    swap = np.where(parts == 2, 1.0, (parts - 1) / parts) / part * (parts > 1)
+    # Parts of one worker (no hierarchy, or one node) may have peers on this node: share out by peer.
+    far = np.where(inside, 1.0, (members - home) / np.maximum(1, members - 1))
+    spread = swap * (parts > 2)
+    back = np.argsort(worker)
+    return Traffic(
+        intra_plain=(local + spread * (1 - far))[back],
+        intra_wired=(swap * (1 - far))[back],
+        inter_plain=(spread * far)[back],
+        inter_wired=(swap * far)[back],
+        steps=np.where(pair, 1, 2 * inside + (parts == 2) + 2 * (parts > 2))[back],
+    )
+
+
+def _run_lengths(*keys: np.ndarray) -> np.ndarray:
+    """Return, for each entry of equally sorted keys, how many entries have the same keys."""
+    new = np.any([np.diff(key) != 0 for key in keys], axis=0)
+    lengths = np.diff(np.r_[0, np.flatnonzero(new) + 1, len(keys[0])])
+    return np.repeat(lengths, lengths)
+
+
+def _weighted_traffic(round: Round, layout: Layout) -> Traffic:
+    n, node = layout.n, np.asarray(layout.node)
+    taker, giver = np.array([(i, j) for i, j, _ in round.weights or ()], dtype=np.int64).reshape(-1, 2).T
+    across = np.bincount(giver, weights=node[taker] != node[giver], minlength=n)
+    inside = np.bincount(giver, minlength=n) - across
+    slow, none = layout.nodes > 1, np.zeros(n)
+    pairs = np.unique(np.sort(np.stack([taker, giver], axis=1), axis=1), axis=0)
+    return Traffic(
+        intra_plain=inside if slow else none,
+        intra_wired=none if slow else inside,
+        inter_plain=none,
+        inter_wired=across,
+        steps=np.bincount(pairs.ravel(), minlength=n),
+    )
