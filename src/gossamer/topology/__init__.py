@@ -1,4 +1,4 @@
-"""Topologies: who averages with whom in every round. Pure: no torch, no process group."""
+"""Topologies: which workers average with which in every round. Needs neither torch nor a process group."""
 
 from gossamer.topology import families, finite_time  # registers the named topologies, in the order of the list
 from gossamer.topology.analysis import Analysis, analyze

@@ -1,11 +1,15 @@
-"""The constants of asynchronous gossip on a graph: chi1, chi2, and A2CiD2's eta and alpha~.
+"""The constants of asynchronous gossip on a graph: χ1 and χ2, and A2CiD2's η and α̃.
+
+χ1 is the time that the slowest mode of the graph needs to decay, χ2 the largest effective resistance of an edge (both
+at one exchange per worker and time unit). A2CiD2 keeps a second copy x̃ of the parameters x: η is the rate at which x
+and x̃ are mixed, α̃ the weight with which an exchange changes x̃.
 
 Nabli, Belilovsky, Oyallon, "A2CiD2: Accelerating Asynchronous Communication in Decentralized Deep Learning" (NeurIPS
-2023). Edge rates lambda_ij = (1/deg_i + 1/deg_j) / 2 on the union graph of all rounds (1/deg where all degrees are
-equal; a double edge counts twice), Laplacian Lambda = sum of lambda_ij (e_i - e_j)(e_i - e_j)^T,
+2023). With edge rates λ_ij = (1/deg_i + 1/deg_j) / 2 on the union graph of all rounds (1/deg where all degrees are
+equal; a double edge counts twice) and the Laplacian Λ = sum of λ_ij (e_i - e_j)(e_i - e_j)^T:
 
-    chi1 = 1 / lambda_2(Lambda),    chi2 = max over edges of (e_i - e_j)^T Lambda^+ (e_i - e_j) / 2,
-    eta = 1 / (2 sqrt(chi1 chi2)),  alpha~ = sqrt(chi1 / chi2) / 2.
+    χ1 = 1 / λ_2(Λ),        χ2 = max over edges of (e_i - e_j)^T Λ^+ (e_i - e_j) / 2,
+    η = 1 / (2 √(χ1 χ2)),   α̃ = √(χ1 / χ2) / 2.
 """
 
 from __future__ import annotations
@@ -20,15 +24,15 @@ import scipy.sparse.linalg as sla
 
 from gossamer.topology.core import Topology
 
-DENSE = 1024  # up to here plain dense algebra
+DENSE = 1024  # workers up to which dense algebra is used; a dense eigenvalue problem of 4096 takes minutes
 CHAINLIKE = 4.5  # mean degree up to which a sparse factorization stays sparse (rings, grids, trees)
-DENSE_LIMIT = 8192  # a dense inverse beyond takes gigabytes
-MODES = 16
+DENSE_LIMIT = 8192  # a larger dense inverse takes gigabytes
+MODES = 16  # slowest modes to return
 
 
 @dataclass(frozen=True)
 class Rates:
-    """chi1, chi2, eta, alpha~ at one exchange a worker and time unit; None for one worker (no edge)."""
+    """χ1, χ2, η and α̃ at one exchange per worker and time unit; None for one worker, which has no edge."""
 
     chi1: float | None
     chi2: float | None
@@ -43,7 +47,7 @@ class Rates:
 
 
 def laplacian(n: int, edges: np.ndarray) -> sp.csc_array:
-    """Lambda at rate 1."""
+    """Return the Laplacian Λ at rate 1."""
     i, j = edges.T
     degree = np.bincount(edges.ravel(), minlength=n)
     rate = 0.5 * (1.0 / degree[i] + 1.0 / degree[j])
@@ -52,13 +56,13 @@ def laplacian(n: int, edges: np.ndarray) -> sp.csc_array:
 
 
 def slow_modes(matrix: sp.csc_array) -> tuple[np.ndarray, np.ndarray]:
-    """The smallest eigenvalues of a connected graph's Laplacian but the zero, ascending, and their vectors."""
+    """Return the smallest non-zero eigenvalues of a connected graph's Laplacian, ascending, and their vectors."""
     n = matrix.shape[0]
     start = np.random.default_rng(0).standard_normal(n)
     if n <= DENSE:
         values, vectors = scipy.linalg.eigh(matrix.toarray())
     elif _chainlike(matrix):
-        # The shift is a hair below zero, where the matrix is definite and the zero eigenvalue comes out first.
+        # The shift is just below zero, where the matrix is definite and the zero eigenvalue comes out first.
         values, vectors = sla.eigsh(matrix, k=MODES + 1, sigma=-1e-9, which="LM", v0=start)
     else:
 
@@ -73,11 +77,11 @@ def slow_modes(matrix: sp.csc_array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rates(matrix: sp.csc_array, lambda2: float) -> Rates:
-    """chi1 from lambda_2, chi2 from the effective resistance of every edge."""
+    """Return the constants: χ1 from λ_2, χ2 from the effective resistance of every edge."""
     n = matrix.shape[0]
     upper = sp.triu(matrix, 1).tocoo()
     i, j = upper.row, upper.col
-    if n <= DENSE or (n <= DENSE_LIMIT and len(i) > 1.25 * n):  # else a ring or a tree: few edges, no fill-in
+    if n <= DENSE or (n <= DENSE_LIMIT and len(i) > 1.25 * n):  # otherwise a ring or a tree: few edges, no fill-in
         full = matrix.toarray() + 1.0 / n  # definite, with the pseudo-inverse's differences
         factor, info = scipy.linalg.lapack.dpotrf(full, lower=0, overwrite_a=1)
         inverse, info = scipy.linalg.lapack.dpotri(factor, lower=0, overwrite_c=1)
@@ -92,7 +96,7 @@ def rates(matrix: sp.csc_array, lambda2: float) -> Rates:
 
 
 def _sparse_resistance(matrix: sp.csc_array, i: np.ndarray, j: np.ndarray) -> float:
-    """The largest effective resistance of an edge: one solve an edge with the Laplacian grounded at worker 0."""
+    """Return the largest effective resistance of an edge: one solve per edge, worker 0 grounded."""
     n = matrix.shape[0]
     solver = sla.splu(sp.csc_array(matrix[1:, 1:]), permc_spec="MMD_AT_PLUS_A", options={"SymmetricMode": True})
     largest = 0.0
@@ -111,7 +115,7 @@ def _chainlike(matrix: sp.csc_array) -> bool:
 
 
 def rates_of(topology: Topology) -> Rates:
-    """The constants of a topology's union graph."""
+    """Return the constants of a topology's union graph."""
     if topology.n == 1:
         return Rates(None, None)
     matrix = laplacian(topology.n, topology.union_edges())

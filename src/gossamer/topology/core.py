@@ -1,7 +1,4 @@
-"""The three immutable objects every other part builds on: `Layout`, `Round`, `Topology`.
-
-Nothing here needs torch or a process group: a topology can be looked at on any machine.
-"""
+"""The three immutable objects that everything else builds on: `Layout`, `Round`, `Topology`."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ TOLERANCE = 1e-9  # how far a row or column sum may be from 1
 
 @dataclass(frozen=True)
 class Layout:
-    """Which node (host) each worker (rank) lives on: `node[i]` is the node of worker i."""
+    """The placement of workers (ranks) on nodes (hosts): `node[i]` is the node of worker i."""
 
     node: tuple[int, ...]
 
@@ -32,7 +29,7 @@ class Layout:
 
     @classmethod
     def of(cls, per_node: Sequence[int]) -> Layout:
-        """Consecutive ranks per node: `Layout.of([4, 4, 2])` has 10 workers on 3 nodes."""
+        """Place consecutive ranks on each node: `Layout.of([4, 4, 2])` has 10 workers on 3 nodes."""
         bad = [c for c in per_node if not isinstance(c, int | np.integer) or c < 1]
         if not per_node or bad:
             raise InputError(
@@ -42,7 +39,7 @@ class Layout:
 
     @classmethod
     def flat(cls, n: int) -> Layout:
-        """All n workers on one node."""
+        """Place all n workers on one node."""
         if not isinstance(n, int | np.integer) or n < 1:
             raise InputError(f"the number of workers must be a positive integer, got {n}; pass n >= 1")
         return cls((0,) * int(n))
@@ -78,11 +75,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Round:
-    """One entry of a schedule: a partition of the workers into groups, and how they average.
+    """One entry of a schedule: a partition of the workers into groups, and how each group averages.
 
-    `weights is None`: every group averages uniformly (a group of one does nothing).
-    Else `weights` lists the off-diagonal entries `(i, j, w)` of W: worker i takes w of worker j's value; the
-    diagonal is what remains to 1. The groups are then the connected components of those edges.
+    If `weights` is None, every group averages uniformly (a group of one worker does nothing). Otherwise `weights` lists
+    the off-diagonal entries `(i, j, w)` of the matrix W: worker i takes w times worker j's value and keeps what remains
+    to 1 of its own. The groups are then the connected components of those edges.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -90,7 +87,7 @@ class Round:
 
     @classmethod
     def uniform(cls, n: int, groups: Iterable[Iterable[int]]) -> Round:
-        """Uniform averages in `groups`; workers in none of them keep their value."""
+        """Make a round of uniform averages in `groups`; a worker that is in no group keeps its value."""
         kept = [tuple(sorted(g)) for g in groups]
         seen = [w for g in kept for w in g]
         if len(set(seen)) != len(seen) or any(not 0 <= w < n for w in seen):
@@ -100,7 +97,7 @@ class Round:
 
     @classmethod
     def weighted(cls, n: int, weights: Iterable[tuple[int, int, float]]) -> Round:
-        """Per-edge weights `(i, j, w_ij)`, off-diagonal; zero entries are dropped."""
+        """Make a round from off-diagonal weights `(i, j, w_ij)`; zero entries are dropped."""
         kept = tuple(sorted((int(i), int(j), float(w)) for i, j, w in weights if w != 0.0))
         matrix = _sparse(n, kept)
         check_doubly_stochastic(matrix)
@@ -118,7 +115,7 @@ class Round:
 
     @classmethod
     def from_matrix(cls, matrix: np.ndarray) -> Round:
-        """A round from a dense doubly stochastic matrix."""
+        """Make a round from a dense doubly stochastic matrix."""
         array = np.asarray(matrix, dtype=float)
         if array.ndim != 2 or array.shape[0] != array.shape[1] or not array.size:
             raise InputError(f"a weight matrix must be square, got shape {array.shape}")
@@ -130,7 +127,7 @@ class Round:
         return cls.weighted(array.shape[0], entries)
 
     def sparse(self, n: int | None = None) -> sp.csr_array:
-        """W as a sparse matrix."""
+        """Return W as a sparse matrix."""
         n = sum(map(len, self.groups)) if n is None else n
         if self.weights is not None:
             return _sparse(n, self.weights)
@@ -148,7 +145,7 @@ class Round:
         return sp.csr_array((np.repeat(1.0 / counts, counts), indices, indptr), shape=(n, n))
 
     def matrix(self) -> np.ndarray:
-        """W as a dense matrix."""
+        """Return W as a dense matrix."""
         return np.asarray(self.sparse().toarray())
 
     def group_of(self, worker: int) -> tuple[int, ...]:
@@ -174,7 +171,7 @@ def _sparse(n: int, weights: Sequence[tuple[int, int, float]]) -> sp.csr_array:
 
 
 def check_doubly_stochastic(matrix: sp.csr_array) -> None:
-    """Raise an `InputError` naming the first row, column or entry that breaks the rule."""
+    """Raise an `InputError` that names the worst row, column or entry if a matrix is not doubly stochastic."""
     if not np.isfinite(matrix.data).all():
         raise InputError("a weight matrix must be finite, got a NaN or an infinity; check its entries")
     if matrix.nnz and matrix.data.min() < -TOLERANCE:
@@ -196,21 +193,22 @@ def check_doubly_stochastic(matrix: sp.csr_array) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """A named periodic schedule of rounds over a layout. Immutable; rounds are made when first looked at.
+    """A named periodic schedule of rounds over a layout. Immutable; a round is made when it is first used.
 
-    `make(k)` is a pure function of k in 0..period-1. Use `topology.rounds[k]`, `topology.round(k)` for any k >= 0,
-    and `topology.matrix(k)` for the dense W(k).
+    `make(k)` must be a pure function of k in 0..period-1. Read rounds by `topology.round(k)` for any k >= 0 or by
+    `topology.rounds[k]` for one period, and the dense W(k) by `topology.matrix(k)`.
     """
 
     name: str
     layout: Layout
     period: int
     make: Callable[[int], Round] = field(repr=False)
-    connected: bool = True  # False: the union of the rounds does not join all workers, so no consensus
-    edges: Callable[[], np.ndarray] | None = field(default=None, repr=False)  # union_edges() without a long walk
+    connected: bool = True  # False: the rounds together do not join all workers, so there is no consensus
+    edges: Callable[[], np.ndarray] | None = field(default=None, repr=False)  # a shortcut for union_edges()
 
     @classmethod
     def of_rounds(cls, name: str, layout: Layout, rounds: Sequence[Round], *, connected: bool = True) -> Topology:
+        """Make a topology whose period is the list `rounds`."""
         if not rounds:
             raise InputError(f"topology {name!r} needs at least one round, got none")
         for k, r in enumerate(rounds):
@@ -229,20 +227,20 @@ class Topology:
 
     @property
     def rounds(self) -> Rounds:
-        """One period of rounds, as a sequence."""
+        """The rounds of one period, as a sequence."""
         return Rounds(self)
 
     def round(self, k: int) -> Round:
-        """The round that step k uses (the schedule repeats with the period)."""
+        """Return round k of the schedule, which repeats with the period."""
         made: Round = self._cached(k % self.period)  # type: ignore[attr-defined]
         return made
 
     def matrix(self, k: int) -> np.ndarray:
-        """W(k), dense."""
+        """Return the dense matrix W(k)."""
         return self.round(k).matrix()
 
     def union_edges(self) -> np.ndarray:
-        """Every pair i < j that exchanges in some round of the period, a row each (twice: a double edge)."""
+        """Return every pair i < j that exchanges in some round of the period, one row each (a double edge has two)."""
         if self.edges is not None:
             return self.edges()
         found = np.empty(0, dtype=np.int64)
@@ -261,7 +259,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Rounds(Sequence[Round]):
-    """The rounds of one period, made lazily (AER on an odd number of nodes has a long period)."""
+    """The rounds of one period, made when they are used: AER on an odd number of nodes has a long period."""
 
     topology: Topology
 

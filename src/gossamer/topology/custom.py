@@ -1,4 +1,4 @@
-"""Topologies from a networkx graph and from weight matrices."""
+"""Topologies from networkx graphs and weight matrices."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from gossamer.topology.families import metropolis
 def from_graph(
     graph: nx.Graph[Any], layout: Layout | None = None, *, style: str = "one-peer", name: str = "custom"
 ) -> Topology:
-    """A topology on an undirected graph; workers are its nodes in sorted order (else in the graph's order).
+    """Make a topology from an undirected graph; workers are its nodes, sorted if possible.
 
-    `style="one-peer"`: the edges are colored so that no two of a color meet, and each color is a round of pairs with
-    weights 1/2, 1/2. `style="static"`: one round, with the edges' own `weight` attributes when all have one, else
-    with Metropolis-Hastings weights.
+    `style="one-peer"`: the edges are colored so that edges of one color share no worker, and each color is a round of
+    pairs with weights 1/2, 1/2. `style="static"`: one round, with the `weight` attributes of the edges if all edges
+    have one, otherwise with Metropolis-Hastings weights.
     """
     if style not in ("one-peer", "static"):
         raise InputError(f"the style of a graph topology must be 'one-peer' or 'static', got {style!r}")
@@ -57,7 +57,7 @@ def from_graph(
 
 
 def from_matrix(matrices: Any, layout: Layout | None = None, *, name: str = "custom") -> Topology:
-    """A topology from one doubly stochastic matrix, or from a sequence of them (one a round)."""
+    """Make a topology from one doubly stochastic matrix, or from a sequence of them, one per round."""
     array = as_array(matrices)
     if array.ndim not in (2, 3) or not len(array):
         raise InputError(f"a topology needs a square weight matrix or a list of them, got shape {array.shape}")
@@ -66,7 +66,7 @@ def from_matrix(matrices: Any, layout: Layout | None = None, *, name: str = "cus
 
 
 def as_array(value: Any) -> np.ndarray:
-    """A matrix or a stack of matrices as an array of real numbers; ragged or other values are refused."""
+    """Convert a matrix or a stack of matrices to an array of real numbers; refuse ragged or other values."""
     try:
         array = np.asarray(value)
     except ValueError:
@@ -77,6 +77,7 @@ def as_array(value: Any) -> np.ndarray:
 
 
 def number(value: Any, what: str) -> float:
+    """Convert a number to a finite float; the error calls it `what`."""
     try:
         made = float(value) if isinstance(value, int | float | np.number) and not isinstance(value, bool) else math.nan
     except OverflowError:  # an integer beyond the range of a float
@@ -87,7 +88,7 @@ def number(value: Any, what: str) -> float:
 
 
 def fit(name: str, n: int, layout: Layout | None) -> Layout:
-    """The layout, checked to have n workers (none given: all on one node)."""
+    """Return the layout after checking that it has n workers; without a layout, all workers are on one node."""
     if n < 1:
         raise InputError(f"topology {name!r} needs at least one worker, got none")
     if layout is None:
@@ -101,7 +102,7 @@ def fit(name: str, n: int, layout: Layout | None) -> Layout:
 
 
 def check_connected(topology: Topology) -> Topology:
-    """Refuse a schedule whose rounds never join all workers."""
+    """Return the topology; raise an `InputError` if its rounds never join all workers."""
     n = topology.n
     i, j = topology.union_edges().T
     parts, label = connected_components(coo_array((np.ones(len(i)), (i, j)), shape=(n, n)), directed=False)
@@ -115,5 +116,5 @@ def check_connected(topology: Topology) -> Topology:
 
 
 def both_ways(n: int, edges: Sequence[tuple[int, int, float]]) -> Round:
-    """A round of undirected edges, each listed once."""
+    """Make a round from undirected edges, each listed once."""
     return Round.weighted(n, [*edges, *((j, i, w) for i, j, w in edges)])

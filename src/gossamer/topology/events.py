@@ -1,10 +1,12 @@
-"""Asynchronous gossip's events: who averages with whom, when. The same sequence on every worker, from a shared seed.
+"""The events of asynchronous gossip: which two workers average at which time. A shared seed gives every worker the same
+sequence.
 
-An edge (i, j) of the union graph fires with intensity lambda_ij = rate (1/deg_i + 1/deg_j) / 2, so that a worker of a
-regular graph takes part in `rate` exchanges a time unit. Every worker draws the whole sequence and performs its own
-part of it in order: free of deadlock (the earliest event that is left can always go on), reproducible, and without a
-coordinator. Where an exchange takes long, workers that wait for each other's order lose time; then `pairing="rounds"`
-fires a whole random color of an edge coloring at once, so that all of its pairs exchange side by side.
+An edge (i, j) of the union graph fires with intensity λ_ij = rate (1/deg_i + 1/deg_j) / 2, so that a worker of a
+regular graph takes part in `rate` exchanges per time unit. Every worker draws the whole sequence and performs its own
+events in order. This needs no coordinator, is reproducible, and cannot deadlock: the earliest event that is not done
+can always proceed. Where exchanges take long, workers lose time waiting for each other's earlier events;
+`pairing="rounds"` then fires a whole random color of an edge coloring at once, so that all of its pairs exchange at the
+same time.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ CHUNK = 4096  # draws at a time
 
 
 class Event(NamedTuple):
-    """Event `number` of the sequence: workers i < j exchange at `time`, in mean gradient times."""
+    """Event `number` of the sequence: workers i < j exchange at `time`, measured in mean gradient times."""
 
     number: int
     time: float
@@ -38,44 +40,44 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Events:
-    """The sequence. `gaps`: exponential ("poisson") or equal ("fixed") gaps between events."""
+    """A sequence of events with exponential (`gaps="poisson"`) or equal (`gaps="fixed"`) gaps between them."""
 
     topology: Topology
     rate: float = 1.0
     seed: int = 0
     gaps: Literal["poisson", "fixed"] = "poisson"
     pairing: Literal["edges", "rounds"] = "edges"
-    first: int = 0  # the first event's number
-    start: float = 0.0  # when the clock starts
+    first: int = 0  # number of the first event
+    start: float = 0.0  # time at which the clock starts
 
     def __post_init__(self) -> None:
         if not (self.rate > 0 and math.isfinite(self.rate)):
-            raise InputError(f"rate must be a positive number of exchanges a gradient, got {self.rate}")
+            raise InputError(f"rate must be a positive number of exchanges per gradient, got {self.rate}")
         if self.gaps not in ("poisson", "fixed"):
             raise InputError(f"gaps must be 'poisson' or 'fixed', got {self.gaps!r}")
         if self.pairing not in ("edges", "rounds"):
             raise InputError(f"pairing must be 'edges' or 'rounds', got {self.pairing!r}")
         if not self.topology.connected:
-            raise InputError(f"topology {self.topology.name!r} is not connected; asynchronous gossip needs it to be")
+            raise InputError(f"topology {self.topology.name!r} is not connected; pass one that joins all workers")
 
     @cached_property
     def edges(self) -> np.ndarray:
-        """The union graph, a row (i, j) an edge; a double edge has two rows."""
+        """The union graph, one row (i, j) per edge; a double edge has two rows."""
         return self.topology.union_edges()
 
     @cached_property
     def intensity(self) -> np.ndarray:
-        """Exchanges of each edge in a time unit."""
+        """Exchanges of each edge per time unit."""
         degree = np.bincount(self.edges.ravel(), minlength=self.topology.n)
         i, j = self.edges.T
         return np.asarray(self.rate * 0.5 * (1.0 / degree[i] + 1.0 / degree[j]))
 
     def neighbors(self, worker: int) -> list[int]:
-        """Whom `worker` exchanges with."""
+        """Return the workers that `worker` exchanges with."""
         return [int(i + j) - worker for i, j in self.edges if worker in (i, j)]
 
     def stream(self, *, after: int = -1) -> Iterator[Event]:
-        """All events with a number above `after`, without end."""
+        """Yield all events with a number above `after`, endlessly."""
         if not len(self.edges):
             return
         random = np.random.default_rng([self.seed, 0x60551])
@@ -100,5 +102,5 @@ class Events:
                     number += 1
 
     def of(self, worker: int, *, after: int = -1) -> Iterator[Event]:
-        """The events that `worker` takes part in."""
+        """Yield the events that `worker` takes part in."""
         return (e for e in self.stream(after=after) if worker in (e.i, e.j))

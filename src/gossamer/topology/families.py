@@ -1,8 +1,8 @@
 """The named topologies, for any number of workers and any workers per node.
 
 Static graphs take Metropolis-Hastings weights w_ij = 1 / (1 + max(deg_i, deg_j)); one-peer rounds are matchings
-with weights 1/2, 1/2. Where the classic definition needs a power of two or an even n, the docstring says how it
-is generalized.
+with weights 1/2, 1/2. If the classic definition needs a power of two or an even n, the docstring says how it is
+generalized.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gossamer.topology.registry import register
 
 
 def metropolis(graph: nx.Graph[int]) -> Round:
-    """One round on a graph with nodes 0..n-1: w_ij = 1 / (1 + max(deg_i, deg_j)), the diagonal takes the rest."""
+    """Make a round on a graph with nodes 0..n-1: w_ij = 1 / (1 + max(deg_i, deg_j)), the diagonal is the rest to 1."""
     degree = dict(graph.degree())
     edges = [(i, j, 1.0 / (1 + max(degree[i], degree[j]))) for i, j in graph.edges()]
     return Round.weighted(graph.number_of_nodes(), [*edges, *((j, i, w) for i, j, w in edges)])
@@ -35,12 +35,12 @@ def _static(name: str, layout: Layout, edges: Iterable[Sequence[int]]) -> Topolo
 
 
 def _doublings(n: int) -> list[int]:
-    """The distances 1, 2, 4, ... below n: ceil(log2 n) of them."""
+    """Return the ceil(log2 n) distances 1, 2, 4, ... below n."""
     return [1 << b for b in range((n - 1).bit_length())]
 
 
 def _ring_edges(n: int, distances: Sequence[int]) -> np.ndarray:
-    """All edges {j, j + d mod n}, one row each."""
+    """Return all edges {j, j + d mod n}, one row each."""
     j = np.arange(n)
     pairs = [np.stack([j, (j + d) % n], axis=1) for d in distances]
     return np.unique(np.sort(np.concatenate(pairs), axis=1), axis=0)
@@ -54,10 +54,10 @@ def complete(layout: Layout) -> Topology:
 
 @register("ring")
 def ring(layout: Layout) -> Topology:
-    """One peer a round: the left and the right neighbor on a ring, alternating.
+    """One peer per round: the left and the right neighbor on a ring, alternating.
 
     Odd n: round k leaves worker k out and matches its neighbors onward, (k+1, k+2), (k+3, k+4), ...; consecutive
-    rounds share no edge, and over the period of n rounds everyone sits out once. Two workers: one round.
+    rounds share no edge, and over the period of n rounds every worker sits out once. Two workers: one round.
     """
     n = layout.n
     if n <= 2:
@@ -79,7 +79,7 @@ def ring_static(layout: Layout) -> Topology:
 
 @register("star")
 def star(layout: Layout) -> Topology:
-    """Worker 0 exchanges with everyone every round, weights 1/n."""
+    """Worker 0 exchanges with every other worker in every round, weights 1/n."""
     return _static("star", layout, nx.star_graph(layout.n - 1).edges())
 
 
@@ -109,7 +109,7 @@ def hypercube(layout: Layout) -> Topology:
 
 @register("exponential", "exp-static")
 def exponential(layout: Layout) -> Topology:
-    """Every worker exchanges with those at distance 2^b on the ring, in both directions, every round.
+    """Every worker exchanges with the workers at distance 2^b on the ring, both ways, every round.
 
     Any n: the distances are the powers of two below n, taken modulo n. A worker reached in both directions (the
     opposite one, n a power of two) is one neighbor in W, but listed twice in `union_edges`: an asynchronous worker
@@ -140,11 +140,11 @@ def _is_power_of_two(n: int) -> bool:
 
 @register("one-peer-exponential", "exp")
 def one_peer_exponential(layout: Layout) -> Topology:
-    """One peer a round at distance 1, 2, 4, ...: exact after log2(n) rounds when n is a power of two.
+    """One peer per round at distance 1, 2, 4, ...: exact after log2(n) rounds when n is a power of two.
 
     Any other n: r = ceil(log2 n) distances and n sweeps, so a period of r*n rounds. Sweep s visits the workers
-    j = s, s+1, ... (mod n) and pairs j with j + 2^i where both are free; the rest sit the round out, everyone
-    equally often over the period.
+    j = s, s+1, ... (mod n) and pairs j with j + 2^i where both are free; the other workers sit the
+    round out, each equally often over the period.
     """
     n, name = layout.n, "one-peer-exponential"
     distances = _doublings(n)
@@ -202,7 +202,7 @@ def aer(layout: Layout) -> Topology:
 
 
 def _aer_edges(layout: Layout) -> np.ndarray:
-    """All pairs of workers on one node, or on two nodes at distance 2^i."""
+    """Return all pairs of workers on one node, or on two nodes at distance 2^i."""
     node = np.array(layout.node)
     near = np.eye(layout.nodes, dtype=bool)
     a, b = _ring_edges(layout.nodes, _doublings(layout.nodes)).T
@@ -213,11 +213,11 @@ def _aer_edges(layout: Layout) -> np.ndarray:
 
 @register("random-matching", "random")
 def random_matching(layout: Layout, seed: int = 0) -> Topology:
-    """One random peer a round, from a seeded schedule that repeats.
+    """One random peer per round, from a seeded schedule that repeats.
 
-    The period is 4 ceil(log2 n) rounds, for odd n rounded up to a multiple of n: a worker sits out each round, in
-    a random order in which everyone has one turn in n rounds. Should the union of a period not join all workers
-    (possible for small n), the period grows until it does.
+    The period is 4 ceil(log2 n) rounds, for odd n rounded up to a multiple of n: one worker sits out each round,
+    in a random order in which every worker has one turn in n rounds. If the rounds of a period do not join all workers
+    (possible for small n), the period grows until they do.
     """
     n, name = layout.n, "random-matching"
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:

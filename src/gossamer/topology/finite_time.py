@@ -1,4 +1,4 @@
-"""Base-(k+1) graphs: the exact average in finite time for any n, with at most k peers a round.
+"""Base-(k+1) graphs: the exact average in finite time for any n, with at most k peers per round.
 
 Takezawa, Sato, Bao, Niwa, Yamada, "Beyond Exponential Graph: Communication-Efficient Topologies for Decentralized
 Learning via Finite-time Convergence" (NeurIPS 2023, arXiv 2305.11420). A schedule here is a list of rounds, each a
@@ -20,14 +20,14 @@ Edges = list[tuple[int, int, float]]
 
 @register("base")
 def base(layout: Layout, k: int = 1) -> Topology:
-    """Base-(k+1): exact average in finite time for any n, at most k peers a round (k=1: one peer).
+    """Base-(k+1): exact average in finite time for any n, at most k peers per round (k=1: one peer).
 
     The k-peer hyper-hypercube when no prime factor of n exceeds k+1. Else n = p*q with q the part of n made of
     primes up to k+1: the shorter of the simple Base-(k+1) graph on n, and the hyper-hypercube on blocks of q followed
     by the simple Base-(k+1) graph on p across the blocks.
     """
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise InputError(f"base(k=...) needs an integer k >= 1 (peers a round), got {k!r}; write base(k=2)")
+        raise InputError(f"base(k=...) needs an integer k >= 1 (peers per round), got {k!r}; write base(k=2)")
     n = layout.n
     rounds = _base(range(n), k)
     made = [Round.weighted(n, [*edges, *((j, i, w) for i, j, w in edges)]) for edges in rounds]
@@ -89,12 +89,12 @@ def _simple(workers: Sequence[int], k: int) -> list[Edges]:
 
 
 def _together(chains: Sequence[list[Edges]]) -> list[Edges]:
-    """Run chains of rounds on disjoint workers side by side."""
+    """Merge chains of rounds on disjoint workers, which run at the same time."""
     return [[edge for edges in step for edge in edges] for step in zip_longest(*chains, fillvalue=[])]
 
 
 def _digits(n: int, base: int) -> list[tuple[int, int]]:
-    """The non-zero digits of n as (base^p, digit), largest power first."""
+    """Return the non-zero digits of n as (base^p, digit), largest power first."""
     power, digits = 1, []
     while n:
         n, digit = divmod(n, base)
@@ -105,7 +105,7 @@ def _digits(n: int, base: int) -> list[tuple[int, int]]:
 
 
 def _split(n: int, largest: int) -> tuple[int, int]:
-    """n = smooth * rough: smooth takes every prime factor up to `largest`."""
+    """Split n = smooth * rough, where smooth has all prime factors up to `largest`."""
     rough = n
     for d in range(2, largest + 1):
         while rough % d == 0:
@@ -115,7 +115,7 @@ def _split(n: int, largest: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def factors(n: int, largest: int) -> tuple[int, ...] | None:
-    """The fewest factors n_1 ... n_L of n, each at most `largest`; None when a prime factor of n is larger."""
+    """Return the fewest factors of n that are each at most `largest`; None if a prime factor of n is larger."""
     if n == 1:
         return ()
     options = [(d, factors(n // d, largest)) for d in range(min(n, largest), 1, -1) if n % d == 0]

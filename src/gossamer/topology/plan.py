@@ -1,17 +1,18 @@
-"""Exchange plans: how a round's averages are carried out, message by message.
+"""Exchange plans: how a round is carried out, message by message.
 
-A round says *what* is averaged (W); a plan says *how*. For a worker, a plan is a short program of steps, each a
-batch of point-to-point messages and what to do with what arrives. The engine executes exactly these programs
-(over gloo, NCCL or in one process) and the simulator prices exactly these messages.
+A round says *what* is averaged (the matrix W); a plan says *how*. The plan of one worker is a short program of steps.
+A step is a batch of point-to-point messages and an operation on the received data. The engine executes exactly these
+programs (over gloo, NCCL or in one process), and the simulator charges for exactly these messages.
 
-Uniform group over several nodes (the hierarchical exchange): reduce-scatter inside each node, owners of the same
-piece swap (two nodes) or reduce-and-spread (more) across nodes, all-gather inside each node. Same matrix as a flat
-average, but a node sends its data over the slow link once. Unequal nodes: pieces are cut at the union of all
-nodes' shard boundaries, and the result is uniform over all workers. Weighted rounds: one swap per color of a
-proper edge coloring, so that a worker needs one receive buffer however many neighbors it has.
+A uniform group over several nodes uses the hierarchical exchange: reduce-scatter inside each node, then the owners of
+the same piece swap it (two nodes) or reduce and spread it (more nodes), then all-gather inside each node. The matrix
+is that of a direct average, but a node sends its data over the slow link only once. If nodes are unequal, pieces are
+cut at the union of all nodes' shard boundaries, and the result is still uniform over all workers. A weighted round
+does one swap per color of a proper edge coloring, so that a worker needs one receive buffer however many neighbors it
+has.
 
 `wired` messages cross the slow link and use the wire format; messages inside a node stay in full precision. In a
-layout of one node there is no slow link to tell apart, so every worker counts as a node of its own.
+layout of one node no link is slower than another, so every worker counts as a node of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from gossamer.topology.core import Layout, Round
 
 
 class Piece(NamedTuple):
-    """Elements `start:stop` of a bucket, to or from `peer`, counted with `weight` by the receiver."""
+    """Elements `start:stop` of a bucket, to or from `peer`; the receiver counts them with `weight`."""
 
     peer: int
     start: int
@@ -39,14 +40,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """One batch of messages of one worker, and what happens to what arrives.
+    """One batch of messages of one worker, and the operation on the received data.
 
     - `reduce`: for every range in `own`, out = (weight * value + sum of weight * received) / sum of weights. The
       weights count workers: see Note [Why averages divide] in gossamer.comm.exchange.
     - `swap`:   out += weight * (received - value), both sides using the value as it was sent.
     - `spread`: after a wired reduce: out += received - (own value as it was sent); keeps the mean for any wire.
     - `gather`: out = received.
-    `source` is what is sent and reduced: the parameters `x`, or `out`, the result so far.
+    `source` names the data that is sent and reduced: the parameters `x`, or `out`, the result so far.
     """
 
     kind: Literal["reduce", "swap", "spread", "gather"]
@@ -61,7 +62,7 @@ Program = tuple[Step, ...]
 
 
 def program(round: Round, layout: Layout, worker: int, size: int, *, hierarchical: bool = True) -> Program:
-    """The steps `worker` performs to average a bucket of `size` elements in `round`. Empty: nothing to do."""
+    """Return the steps by which `worker` averages a bucket of `size` elements in `round`; empty if there are none."""
     group = round.group_of(worker)
     if len(group) == 1 or size == 0:
         return ()
@@ -71,7 +72,7 @@ def program(round: Round, layout: Layout, worker: int, size: int, *, hierarchica
 
 
 def program_inside(round: Round, layout: Layout, worker: int, size: int) -> Program:
-    """Exact inside, gossip between: `round` is over nodes, and a node's workers hold one replica of the bucket.
+    """Return the steps for a round over nodes; the workers of a node hold one replica of the bucket.
 
     Every worker mixes its shard of the bucket with the owners of the same pieces in the other nodes, then the node
     gathers. Unequal nodes: pieces are cut at the union of all nodes' shard boundaries.
@@ -108,7 +109,7 @@ def program_inside(round: Round, layout: Layout, worker: int, size: int) -> Prog
 
 
 def renamed(steps: Program, ranks: Sequence[int]) -> Program:
-    """The same program with worker i called `ranks[i]`."""
+    """Return the same program with worker i renamed to `ranks[i]`."""
 
     def name(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
         return tuple(p._replace(peer=ranks[p.peer]) for p in pieces)
@@ -117,7 +118,7 @@ def renamed(steps: Program, ranks: Sequence[int]) -> Program:
 
 
 def parts_of(group: Sequence[int], layout: Layout, hierarchical: bool) -> list[tuple[int, ...]]:
-    """The group split by node; by worker when not hierarchical or when all workers share one node."""
+    """Split a group by node; by worker if not hierarchical or if all workers share one node."""
     if not hierarchical or layout.nodes == 1:
         return [(w,) for w in group]
     by_node: dict[int, list[int]] = defaultdict(list)
@@ -127,18 +128,18 @@ def parts_of(group: Sequence[int], layout: Layout, hierarchical: bool) -> list[t
 
 
 def shard(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Range `index` of `parts`: all of ceil(size/parts) but the last, so that any shard fits in any other's place."""
+    """Return range `index` of `parts`. All but the last have ceil(size / parts) elements, the last has the rest."""
     each = -(-size // parts)
     return min(index * each, size), min((index + 1) * each, size)
 
 
 def _cuts(parts: Sequence[tuple[int, ...]], size: int) -> list[int]:
-    """The union of all parts' shard boundaries."""
+    """Return the union of all parts' shard boundaries."""
     return sorted({0, size, *(shard(size, len(p), at)[0] for p in parts for at in range(len(p)))})
 
 
 def _owner(part: tuple[int, ...], size: int, start: int) -> int:
-    """Whose shard element `start` is in."""
+    """Return the worker whose shard contains element `start`."""
     return part[start // -(-size // len(part))]
 
 
@@ -195,7 +196,7 @@ def _across(
     mine: tuple[int, int],
     source: Literal["x", "out"],
 ) -> list[Step]:
-    """Reduce and spread between the owners of each piece, one owner a node, for three nodes or more."""
+    """Reduce and spread between the owners of each piece, one owner per node, for three nodes or more."""
     sends, recvs, own = [], [], []
     back_sends, back_recvs = [], []
     for start, stop in pairwise(_cuts(parts, size)):
@@ -243,7 +244,7 @@ def _weighted(round: Round, group: Sequence[int], layout: Layout, worker: int, s
 
 
 def edge_colors(pairs: Iterable[Sequence[int]]) -> list[list[frozenset[int]]]:
-    """A proper edge coloring of a graph: every color is a matching. The same on every worker."""
+    """Return a proper edge coloring of a graph: every color is a matching. It is the same on every worker."""
     edges = {frozenset(p) for p in pairs}
     if not edges:
         return []
@@ -266,7 +267,7 @@ def _pieces(entries: Iterable[Sequence[float]]) -> tuple[Piece, ...]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What each worker sends in one exchange, in bucket sizes, and how many steps its program has."""
+    """What each worker sends in one exchange, in bucket sizes, and the number of steps of its program."""
 
     intra_plain: np.ndarray  # inside the node, full precision
     intra_wired: np.ndarray  # inside the node, wire format (layouts of one node only)

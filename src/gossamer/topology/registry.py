@@ -1,7 +1,7 @@
-"""Topologies by name: register one with a decorator, build one from a name, a file or an object.
+"""Topologies by name: register a family with a decorator, build a topology from its name.
 
-A registered builder is a function `(layout, **options) -> Topology`. Registering puts it through the shared
-property suite (tests/unit/test_topology_properties.py) and onto the command line.
+A registered builder is a function `(layout, **options) -> Topology`. A registered family appears on the command line
+and is tested by the property suite (tests/unit/test_topology_properties.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Builder = Callable[..., Topology]
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered family: its canonical name, other names for it, what it is in a line, its builder."""
+    """A registered family: its name, its aliases, a summary of one line, and its builder."""
 
     name: str
     aliases: tuple[str, ...]
@@ -38,7 +38,7 @@ _NAMES: dict[str, str] = {}  # every name and alias -> canonical name
 
 
 def register(name: str, *aliases: str) -> Callable[[Builder], Builder]:
-    """Register a topology builder under `name`; the first line of its docstring is its summary."""
+    """Register a topology builder under `name` and `aliases`; the first line of its docstring is the summary."""
 
     def decorate(builder: Builder) -> Builder:
         for known in (name, *aliases):
@@ -53,12 +53,12 @@ def register(name: str, *aliases: str) -> Callable[[Builder], Builder]:
 
 
 def entries() -> tuple[Entry, ...]:
-    """Every registered family, in order of registration."""
+    """Return all registered families, in the order of registration."""
     return tuple(_ENTRIES.values())
 
 
 def entry(name: str) -> Entry:
-    """The family of that name or alias; a near miss is named in the error."""
+    """Return the family of that name or alias; the error for an unknown name suggests a similar one."""
     if name not in _NAMES:
         near = difflib.get_close_matches(name, _NAMES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -67,7 +67,7 @@ def entry(name: str) -> Entry:
 
 
 def build(name: str, layout: Layout, **options: Any) -> Topology:
-    """Build a topology by name. Options may stand in the name: `base(k=2)`, `random(seed=3)`."""
+    """Build a topology by name. The name may contain options: `base(k=2)`, `random(seed=3)`."""
     family, written = parse(name)
     found = entry(family)
     options = {**written, **options}

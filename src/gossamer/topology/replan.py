@@ -1,4 +1,4 @@
-"""The topology of those who are left: made anew where the family fits any number of workers, else cut down."""
+"""Topologies for the remaining workers of an elastic job."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gossamer.topology.registry import build
 
 
 def replanned(spec: Any, founding: Topology, alive: Sequence[int], layout: Layout) -> Topology:
-    """The topology for the workers `alive` of `founding`, on their `layout`.
+    """Return the topology for the workers `alive` of `founding`, on their `layout`.
 
-    A named family is built again for as many as there are. A custom topology loses the others: groups average those
-    who are left, and the weight that a worker gave to a missing one goes back to itself. Where that falls apart into
-    several components, which would never agree, an alternating exponential ring takes its place.
+    A named family is built again for the new number of workers. A custom topology is restricted to the workers that
+    are alive: see `restricted`. If the restricted topology is not connected, so that its parts would never agree, an
+    alternating exponential ring replaces it.
     """
     if len(alive) == founding.n:
         return founding
@@ -28,9 +28,12 @@ def replanned(spec: Any, founding: Topology, alive: Sequence[int], layout: Layou
 
 
 def restricted(topology: Topology, alive: Sequence[int], layout: Layout) -> Topology:
-    """The rounds of `topology` among `alive`, numbered 0.. in that order."""
+    """Return the rounds of `topology` among the workers `alive`, which are numbered 0, 1, ... in that order.
+
+    Groups average their remaining members; the weight that a worker gave to a missing one goes back to itself.
+    """
     if layout.n != len(alive):
-        raise InputError(f"the layout has {layout.n} workers, but {len(alive)} are alive")
+        raise InputError(f"the layout has {layout.n} workers, but {len(alive)} are alive; pass the layout of those")
     place = {worker: at for at, worker in enumerate(alive)}
     rounds = [_restricted(topology.round(k), place) for k in range(topology.period)]
     return Topology.of_rounds(f"{topology.name}, {len(alive)} of {topology.n} alive", layout, rounds)
@@ -40,7 +43,7 @@ def _restricted(made: Round, place: dict[int, int]) -> Round:
     if made.weights is None:
         return Round.uniform(len(place), [[place[w] for w in g if w in place] for g in made.groups])
     weight = {(i, j): w for i, j, w in made.weights}
-    # The smaller of both directions keeps rows and columns at one, also where a round was not symmetric.
+    # Taking the smaller of both directions keeps row and column sums at 1, also if the round was not symmetric.
     kept = [
         (place[i], place[j], min(w, weight.get((j, i), 0.0)))
         for (i, j), w in weight.items()

@@ -1,12 +1,12 @@
-"""Topologies as JSON, and `resolve`, which takes whatever a user may pass as a topology.
+"""Topologies as JSON, and `resolve`, which accepts every form in which a user may pass a topology.
 
-The format is an object with one of
+The JSON format is an object with one of
 
 - `"edges": [[i, j], ...]`: a graph, turned into one-peer rounds (`"style": "static"`: one round with
   Metropolis-Hastings weights); `[[i, j, w], ...]`: one round with these weights;
 - `"matrix": [[...], ...]`: one round with this doubly stochastic matrix;
 - `"rounds": [...]`: each an object with `"groups": [[...], ...]` (uniform averages), `"edges": [[i, j, w], ...]` or
-  `"matrix"`; where several are there, the matrix counts, then the edges;
+  `"matrix"`; if several are present, the matrix is used, then the edges;
 
 and optionally `name`, `n`, `per_node`. An undirected edge is listed once. Other keys are ignored, so what
 `gossamer topology show --json` prints can be loaded.
@@ -31,12 +31,12 @@ from gossamer.topology.core import Layout, Round, Topology
 from gossamer.topology.custom import as_array, both_ways, check_connected, fit, from_graph, from_matrix, number
 from gossamer.topology.registry import build
 
-MOST = 1 << 16  # workers; a larger number in a file is a slip, and would take the memory first
+MOST = 1 << 16  # workers; a larger number in a file is a mistake that would exhaust the memory
 MOST_PLACES = 1 << 22  # workers times rounds: a round of n workers takes some 50 n bytes, however short its text
 
 
 def from_json(path: str | Path, layout: Layout | None = None) -> Topology:
-    """A topology from a JSON file (see the head of this module for the format)."""
+    """Read a topology from a JSON file; the docstring of this module describes the format."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -52,7 +52,7 @@ def from_json(path: str | Path, layout: Layout | None = None) -> Topology:
 
 
 def from_dict(data: Any, layout: Layout | None = None, *, name: str = "custom") -> Topology:
-    """A topology from the JSON format, already parsed. A given layout overrides `per_node`."""
+    """Make a topology from parsed JSON. A given layout overrides `per_node`."""
     if not isinstance(data, dict) or not {"edges", "matrix", "rounds"} & set(data):
         raise InputError('a topology needs a JSON object with "edges", "matrix" or "rounds"')
     name = str(data.get("name", name))[:80]
@@ -91,7 +91,7 @@ def from_dict(data: Any, layout: Layout | None = None, *, name: str = "custom") 
 
 
 def to_dict(topology: Topology, *, matrices: bool = False) -> dict[str, Any]:
-    """The JSON format of a topology, every round of its period; `matrices` adds each round's dense matrix."""
+    """Return a topology in the JSON format, with every round of its period; `matrices` adds the dense matrices."""
     return {
         "name": topology.name,
         "n": topology.n,
@@ -102,7 +102,7 @@ def to_dict(topology: Topology, *, matrices: bool = False) -> dict[str, Any]:
 
 
 def round_to_dict(made: Round, *, matrix: bool = False) -> dict[str, Any]:
-    """The JSON format of a round: its groups, the edge weights if they are not uniform, the matrix if wanted."""
+    """Return a round in the JSON format: groups, edge weights if they are not uniform, and optionally the matrix."""
     entry: dict[str, Any] = {"groups": [list(g) for g in made.groups]}
     if made.weights is not None:
         weight = {(i, j): w for i, j, w in made.weights}
@@ -125,10 +125,10 @@ TopologyLike = Union[str, os.PathLike[str], Topology, "nx.Graph[int]", np.ndarra
 
 
 def resolve(spec: Any, layout: Layout) -> Topology:
-    """The topology that `spec` describes, on this layout.
+    """Return the topology that `spec` describes, on this layout.
 
-    A name (`"aer"`, `"base(k=2)"`), the path of a JSON file, a `Topology`, a networkx graph (one-peer rounds), or a
-    matrix or list of matrices.
+    `spec` is a name (`"aer"`, `"base(k=2)"`), the path of a JSON file, a `Topology`, a networkx graph (one-peer
+    rounds), a matrix or a list of matrices.
     """
     if isinstance(spec, Topology):
         return replace(spec, layout=fit(spec.name, spec.n, layout))
@@ -170,13 +170,13 @@ def _edge(value: Any) -> tuple[int, int, float | None]:
     i, j = _worker(value[0]), _worker(value[1])
     if i == j:
         raise InputError(
-            f"an edge must join two workers, got [{i}, {j}]; leave self-loops out, the rest to 1 stays there"
+            f"an edge must join two workers, got [{i}, {j}]; leave self-loops out, a worker keeps the rest to 1 anyway"
         )
     return i, j, number(value[2], f"weight of edge ({i}, {j})") if len(value) == 3 else None
 
 
 def _size(entry: Any) -> int:
-    """How many workers a round (or a graph) speaks of."""
+    """Return the number of workers that a round or a graph mentions."""
     if not isinstance(entry, dict):
         return 0
     if "matrix" in entry:

@@ -1,4 +1,4 @@
-"""The schedule: which round every bucket performs when, and by which plan. One object for engine and simulator."""
+"""Schedules: which round each bucket performs at which time, and by which plan. Shared by engine and simulator."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from gossamer.topology.plan import Program, Traffic, program, program_inside, re
 
 @dataclass(frozen=True)
 class Schedule:
-    """A topology plus how its rounds are spread over buckets and time.
+    """A topology and how its rounds are spread over buckets and time.
 
-    Staggered: bucket b performs round k + b of the topology, so that phases that load the network and phases that
-    do not fall on different buckets of the same step. `average_every = p`: every p-th round is an exact global
-    average instead (0: never).
+    With `stagger`, bucket b performs round k + b of the topology, so that rounds that load the network and rounds that
+    do not are spread over the buckets of a step. With `average_every = p`, every p-th round is an exact global average
+    instead (0: never).
     """
 
     topology: Topology
     stagger: bool = True
     hierarchical: bool = True
     average_every: int = 0
-    inside: Layout | None = None  # exact inside: the topology is over the nodes of this layout
+    inside: Layout | None = None  # gradients are exact inside a node: the topology is over the nodes of this layout
     ranks: tuple[int, ...] | None = None  # the topology's worker i is rank ranks[i]
 
     def __post_init__(self) -> None:
@@ -33,21 +33,21 @@ class Schedule:
 
     @cached_property
     def everyone(self) -> Round:
-        """The exact global average."""
+        """The round that averages all workers exactly."""
         return Round.uniform(self.topology.n, [range(self.topology.n)])
 
     def averages(self, k: int) -> bool:
-        """Whether round k is an exact global average."""
+        """Return whether round k is an exact global average."""
         return self.average_every > 0 and (k + 1) % self.average_every == 0
 
     def round(self, k: int, bucket: int = 0) -> Round:
-        """The round that `bucket` performs as the k-th of the sequence."""
+        """Return the round that `bucket` performs as number k of its sequence."""
         if self.averages(k):
             return self.everyone
         return self.topology.round(k + bucket if self.stagger else k)
 
     def program(self, k: int, bucket: int, worker: int, size: int, *, average: bool = False) -> Program:
-        """What rank `worker` does for that exchange; `average=True` asks for an exact global average instead."""
+        """Return the program of rank `worker` for that exchange; `average=True`: for an exact global average."""
         made = self.everyone if average else self.round(k, bucket)
         if self.inside is not None:
             return _program_inside(made, self.inside, worker, size)
@@ -57,13 +57,16 @@ class Schedule:
         return _program(made, self.topology.layout, worker, size, self.hierarchical)
 
     def traffic(self, k: int, bucket: int = 0) -> Traffic:
-        """What every worker sends for that exchange."""
+        """Return what every worker sends for that exchange."""
         return traffic(self.round(k, bucket), self.topology.layout, hierarchical=self.hierarchical)
 
 
 def bucket_count(nbytes: float, period: int) -> int:
-    """How many buckets parameters of that size are cut into when the user does not say: a multiple of the schedule's
-    period (so that staggering spreads the load evenly), at least four, none above 25 MiB or below 64 KiB."""
+    """Return the default number of buckets for parameters of `nbytes`.
+
+    It is a multiple of the schedule's period, so that staggering spreads the load evenly, and at least four; buckets
+    have 64 KiB to 25 MiB.
+    """
     base = period * -(-4 // period) if period <= 8 else 4
     count = base * max(1, math.ceil(nbytes / (base * 25 * 2**20)))
     return int(min(count, max(1, nbytes // 2**16)))
