@@ -1,7 +1,8 @@
-"""Jobs that outlive their workers, in one process: a thread is a worker, the sockets and the directory are real."""
+"""Elastic jobs in one process, for tests: a thread is a worker, the sockets and the directory are real."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ LIMIT = 60.0  # seconds until a test's worker counts as hung
 
 
 class Worker(threading.Thread):
-    """Trains `steps` steps of a small regression at its own pace, then `end(gossip)`."""
+    """Trains `steps` steps of a small regression at its own pace, then calls `end(gossip)`."""
 
     def __init__(self, job: Job, rank: int, steps: int, end: Callable[[ElasticGossip], Any], pause: float):
         super().__init__(name=f"worker-{rank}", daemon=True)
@@ -29,7 +30,7 @@ class Worker(threading.Thread):
         self.gossip: ElasticGossip | None = None
         self.result: Any = None
         self.error: BaseException | None = None
-        self.stopped = threading.Event()  # the process is gone
+        self.stopped = threading.Event()  # killed
         self.frozen = threading.Event()
         self.values: list[torch.Tensor] = []
         self.started_at = 0
@@ -60,14 +61,10 @@ class Worker(threading.Thread):
                 self.error = error
 
     def kill(self) -> None:
-        """As kill -9 looks to the others: connections and port are gone, and nothing was said."""
+        """Die as by kill -9: the others see closed connections and a closed port, and get no message."""
         self.stopped.set()
         assert self.gossip is not None
-        members = self.gossip.members
-        members._stopped = True
-        members._halt.set()
-        members.links.close()
-        members.directory.close()
+        self.gossip.members.close()
         self.join(LIMIT)
 
     def until(self, step: int) -> None:
@@ -75,13 +72,15 @@ class Worker(threading.Thread):
         deadline = time.monotonic() + LIMIT
         while self.gossip is None or self.gossip.lanes[0].meter.steps < step:
             assert self.error is None, self.error
-            assert time.monotonic() < deadline, f"worker {self.rank} does not come to step {step}"
+            assert time.monotonic() < deadline, f"worker {self.rank} does not reach step {step}"
             time.sleep(0.005)
 
 
 class Job:
-    def __init__(self, n: int, per_node: int, options: dict[str, Any]):
-        self.n, self.per_node, self.options = n, per_node, options
+    """`n` workers and the directory they meet in."""
+
+    def __init__(self, n: int, per_node: int, options: dict[str, Any], hosted: directory.HostedDirectory):
+        self.n, self.per_node, self.options, self.directory = n, per_node, options, hosted
         self.local = threading.local()
         self.lock = threading.Lock()
 
@@ -98,6 +97,13 @@ class Job:
         loss.backward()
         optimizer.step()
 
+    def restart_directory(self) -> None:
+        """End the directory and host an empty one on its port."""
+        port = self.directory.port
+        self.directory.close()
+        gc.collect()
+        self.directory = directory.host(port)
+
     def start(self, rank: int, steps: int, end: Callable[..., Any] = lambda g: None, pause: float = 0.0) -> Worker:
         worker = Worker(self, rank, steps, end, pause)
         worker.start()
@@ -109,21 +115,23 @@ class Job:
 
 @contextmanager
 def job(monkeypatch: Any, n: int, per_node: int = 1, **options: Any) -> Any:
-    hosted = directory.host()
-    made = Job(n, per_node, options)
-    monkeypatch.setenv("GOSSAMER_DIRECTORY", f"127.0.0.1:{hosted.port}")
+    made = Job(n, per_node, options, directory.host())
+    monkeypatch.setenv("GOSSAMER_DIRECTORY", f"127.0.0.1:{made.directory.port}")
     engine = import_module("gossamer.engine.decentralize")
     monkeypatch.setattr(engine, "rank_and_size", lambda without_group=False: (made.local.rank, n))
-    for module in (engine, import_module("gossamer.comm.tcp.membership")):
+    for module in (engine, import_module("gossamer.comm.tcp.rendezvous")):
         monkeypatch.setattr(module, "node_name", lambda: f"node={made.local.rank // per_node}")
-    yield made
+    try:
+        yield made
+    finally:
+        made.directory.close()
 
 
 def finish(workers: list[Worker]) -> list[Any]:
-    """What each came to; the first error of any is raised."""
+    """Wait for `workers` and return their results; raise the first error of any."""
     for worker in workers:
         worker.join(LIMIT)
         if worker.error is not None:
             raise worker.error
-        assert not worker.is_alive(), f"worker {worker.rank} hangs"
+        assert not worker.is_alive(), f"worker {worker.rank} does not end"
     return [worker.result for worker in workers]

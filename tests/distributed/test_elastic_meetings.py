@@ -1,4 +1,4 @@
-"""Meetings of a job that outlives its workers: nobody is waited for in vain, and nobody saves what others may save."""
+"""Meetings of an elastic job: no worker is waited for in vain, and no worker alone writes a checkpoint."""
 
 import threading
 import time
@@ -9,25 +9,24 @@ import gossamer
 from elastic import Worker, finish, job
 from gossamer import Checkpoints, GossamerError, GossamerWarning
 from gossamer.checkpoint import files
-from gossamer.comm import Unreachable
-from gossamer.comm.tcp.directory import Directory
+from gossamer.comm.tcp import DirectoryClient, Unreachable
 from gossamer.comm.tcp.frame import Kind
-from gossamer.comm.tcp.link import Links
+from gossamer.comm.tcp.links import LinkTable
 from gossamer.engine.elastic.state_transfer import StateTransfer
 
 
 @pytest.fixture
 def cut(monkeypatch):
-    """Directories (of one worker each) that do not answer."""
+    """Clients whose directory does not answer."""
     cut = set()
-    ask = Directory.ask
+    ask = DirectoryClient.ask
 
     def perhaps(self, *args, **kwargs):
         if self in cut:
             raise Unreachable("cut off")
         return ask(self, *args, **kwargs)
 
-    monkeypatch.setattr(Directory, "ask", perhaps)
+    monkeypatch.setattr(DirectoryClient, "ask", perhaps)
     return cut
 
 
@@ -36,7 +35,7 @@ def met(gossip):
         return len(gossip.met.came)
 
 
-def test_one_that_lost_the_directory_is_not_waited_for_and_comes_to_the_next_meeting(monkeypatch, cut):
+def test_a_worker_that_lost_the_directory_is_not_waited_for_and_comes_to_the_next_meeting(monkeypatch, cut):
     together = threading.Barrier(3)
 
     def end(gossip):
@@ -47,13 +46,15 @@ def test_one_that_lost_the_directory_is_not_waited_for_and_comes_to_the_next_mee
         cut.clear()
         return first, met(gossip)
 
-    alone = pytest.warns(GossamerWarning, match=r"does not answer, so averaged\(\) is of worker 1 alone")
+    alone = pytest.warns(
+        GossamerWarning, match=r"averaged\(\) used worker 1's parameters only: the directory did not answer"
+    )
     with job(monkeypatch, 3, topology="ring", soft_deadline=0.2, hard_deadline=0.8, timeout=300.0) as made, alone:
         results = finish(made.all(3, end))
     assert results == [(2, 3), (1, 3), (2, 3)]
 
 
-def test_one_that_lost_the_directory_in_a_meeting_says_so_and_the_others_meet_again(monkeypatch, cut):
+def test_a_worker_that_lost_the_directory_in_a_meeting_says_so_and_the_others_meet_again(monkeypatch, cut):
     together = threading.Barrier(3)
 
     def end(gossip):
@@ -75,7 +76,7 @@ def test_one_that_lost_the_directory_in_a_meeting_says_so_and_the_others_meet_ag
     assert results == [(2, False), (3, True), (2, False)]
 
 
-def test_without_the_directory_nobody_saves_and_what_is_saved_stays(monkeypatch, cut, tmp_path):
+def test_without_the_directory_no_checkpoint_is_written_and_the_last_one_stays(monkeypatch, cut, tmp_path):
     together = threading.Barrier(3)
 
     def end(gossip):
@@ -102,17 +103,17 @@ def test_without_the_directory_nobody_saves_and_what_is_saved_stays(monkeypatch,
     manifest = files.read_manifest(tmp_path, 3)
     assert manifest.workers == 3
     assert [files.read_part(tmp_path, manifest, worker)["gossip"]["workers"] for worker in range(3)] == [3, 3, 3]
-    assert [str(w.message) for w in told].count("no checkpoint: the directory does not answer") == 3, "once a worker"
+    assert [str(w.message) for w in told].count("no checkpoint: the directory does not answer") == 3, "once per worker"
 
 
-def test_a_death_in_a_meeting_is_noticed_even_if_nobody_is_told(monkeypatch):
-    send_all = Links.send_all
+def test_a_death_in_a_meeting_is_noticed_without_skipped_frames(monkeypatch):
+    send_all = LinkTable.send_all
 
     def forgetful(self, header, payload=b"", **to):
-        if header.kind is not Kind.PASSED:
+        if header.kind is not Kind.SKIPPED:
             send_all(self, header, payload, **to)
 
-    monkeypatch.setattr(Links, "send_all", forgetful)
+    monkeypatch.setattr(LinkTable, "send_all", forgetful)
 
     def end(gossip):
         if gossip.members.rank == 0:
@@ -124,7 +125,7 @@ def test_a_death_in_a_meeting_is_noticed_even_if_nobody_is_told(monkeypatch):
         assert finish(workers[1:]) == [3, 3, 3]
 
 
-def test_a_worker_that_is_behind_goes_on_where_the_furthest_is(monkeypatch):
+def test_catch_up_sets_the_step_count_of_the_furthest_worker(monkeypatch):
     def end(gossip):
         met(gossip)
         gossip.catch_up()
@@ -161,13 +162,13 @@ class Meeting(Worker):
                 self.error = error
 
 
-def test_one_that_joins_after_a_step_at_which_all_meet_is_not_behind(monkeypatch):
+def test_a_worker_that_joins_at_a_step_at_which_all_meet_is_not_behind(monkeypatch):
     load, between = StateTransfer._load, StateTransfer.between_steps
 
-    def slowly(self, data, *, moments):
-        if moments:
+    def slowly(self, data, *, optimizers):
+        if optimizers:
             time.sleep(0.2)  # the others have met when it is here
-        return load(self, data, moments=moments)
+        return load(self, data, optimizers=optimizers)
 
     with job(monkeypatch, 3, topology="ring") as made:
         made.decentralize = lambda model, optimizer: gossamer.decentralize(
@@ -179,7 +180,7 @@ def test_one_that_joins_after_a_step_at_which_all_meet_is_not_behind(monkeypatch
         workers[1].until(5)
         workers[1].kill()
         monkeypatch.setattr(StateTransfer, "_load", slowly)
-        monkeypatch.setattr(StateTransfer, "between_steps", lambda self, p: p()["steps"][0] % 10 or between(self, p))
+        monkeypatch.setattr(StateTransfer, "between_steps", lambda self, p: p().steps[0] % 10 or between(self, p))
         replacement = Meeting(made, 1, 40, None, 0)
         replacement.start()
         finish([workers[0], workers[2], replacement])

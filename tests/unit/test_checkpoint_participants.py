@@ -6,9 +6,8 @@ from torch import nn
 
 from gossamer import GossamerError, VirtualCluster
 from gossamer.checkpoint import files
-from gossamer.comm import Record
-from gossamer.comm.tcp.membership import Member
-from gossamer.engine.elastic.lane import Meeting
+from gossamer.comm.tcp import Member, Record
+from gossamer.engine.elastic.meeting import Meeting
 from gossamer.topology import Layout
 
 

@@ -34,11 +34,7 @@ from gossamer.comm.process_groups import (
     worker_group,
 )
 from gossamer.comm.round_barrier import Counted, RoundBarrier
-from gossamer.comm.tcp.directory import Unreachable, look
-from gossamer.comm.tcp.frame import Refused
-from gossamer.comm.tcp.link import send_state
-from gossamer.comm.tcp.membership import Membership, Record
-from gossamer.comm.tcp.transport import TcpChannel, TcpTransport
+from gossamer.comm.tcp.rendezvous import Rendezvous
 from gossamer.comm.transport import Channel, ChannelId, Job, PeerError, Purpose, Stamp, Transport, clock
 from gossamer.comm.wire import Plain, Wire, wire_named
 
@@ -55,23 +51,18 @@ __all__ = [
     "Hub",
     "Job",
     "LocalTransport",
-    "Membership",
     "Mixed",
     "PeerError",
     "Plain",
     "PrefixStore",
     "ProcessGroup",
     "Purpose",
-    "Record",
-    "Refused",
+    "Rendezvous",
     "RoundBarrier",
     "Scratch",
     "Stamp",
     "Store",
-    "TcpChannel",
-    "TcpTransport",
     "Transport",
-    "Unreachable",
     "Wire",
     "WorkerGroup",
     "arrived",
@@ -84,12 +75,10 @@ __all__ = [
     "inspected",
     "is_fully_sharded",
     "layout_of",
-    "look",
     "node_name",
     "rank_and_size",
     "reduction",
     "room_for",
-    "send_state",
     "sharded_ranks",
     "subgroup_of",
     "wire_named",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -23,6 +24,7 @@ from gossamer.comm import (
 from gossamer.engine.asynchronous import AsyncLane
 from gossamer.engine.averages import Control
 from gossamer.engine.elastic.gossip import ElasticGossip
+from gossamer.engine.elastic.job import ElasticJob
 from gossamer.engine.elastic.lane import ElasticLane
 from gossamer.engine.flat import Bucket, Flat, cut, flatten, is_sharded, refuse_overlaps
 from gossamer.engine.gossip import Gossip, Meet
@@ -182,6 +184,7 @@ def assemble(
     meet: Meet,
     nudge: Callable[[int, int], None],
     writer: TraceWriter | None,
+    job: ElasticJob | None = None,
 ) -> Gossip:
     """Open the channels and attach the hooks."""
     p, settings = prepared, prepared.settings
@@ -193,7 +196,7 @@ def assemble(
     in_flight = settings.exchange.in_flight
     for index, optimizer in enumerate(p.optimizers):
         meter = Metrics(p.rank, p.layout, writer)
-        kind = AsyncLane if settings.asynchronous else ElasticLane if settings.elastic is not None else SyncLane
+        kind = AsyncLane if settings.asynchronous else SyncLane if job is None else partial(ElasticLane, job=job)
         lane = kind(
             index,
             p.rank,
@@ -232,5 +235,7 @@ def assemble(
                 slots=slots,
             )
         lanes.append(lane)
-    handle = Gossip if settings.elastic is None else ElasticGossip
-    return handle(p.model, lanes, settings, transport, control, meet, writer, slots)
+    if job is not None:
+        elastic = [lane for lane in lanes if isinstance(lane, ElasticLane)]
+        return ElasticGossip(p.model, elastic, settings, control, writer, job)
+    return Gossip(p.model, lanes, settings, transport, control, meet, writer, slots)

@@ -22,8 +22,8 @@ from gossamer.comm import (
     GlooTransport,
     PrefixStore,
     ProcessGroup,
+    Rendezvous,
     RoundBarrier,
-    TcpTransport,
     Transport,
     WorkerGroup,
     default_store,
@@ -35,7 +35,7 @@ from gossamer.comm import (
 )
 from gossamer.engine.build import Prepared, assemble, prepare
 from gossamer.engine.consistency import agree, describe
-from gossamer.engine.elastic.join import elastic_transport, enter
+from gossamer.engine.elastic.job import ElasticJob, rendezvous
 from gossamer.engine.first_batch import watch_first_batch
 from gossamer.engine.flat import is_sharded
 from gossamer.engine.gossip import Gossip
@@ -135,7 +135,7 @@ def decentralize(
         cause = error
     elastic = on_failure == "continue" or isinstance(on_failure, Continue)
     wait = settings.timeout if settings is not None else 1800.0
-    transport: Transport
+    start: Transport | Rendezvous
     if elastic:
         if process_group is not None:
             raise InputError(
@@ -143,14 +143,13 @@ def decentralize(
                 "out, or use on_failure='raise'"
             )
         rank, size = rank_and_size(without_group=True)
-        hard = settings.elastic.hard if settings is not None and settings.elastic is not None else 5.0
-        transport = elastic_transport(model, optimizer, rank, size, wait, hard)
+        start = rendezvous(model, optimizer, rank, size, wait)
     else:
         workers = worker_group(process_group)
         rank, size = workers.rank, workers.size
         store = PrefixStore(_prefix(workers.ranks), default_store())
-        transport = _transport(model, store, workers, wait)
-    layout = layout_of(transport.share("node", node_name()))
+        start = _transport(model, store, workers, wait)
+    layout = layout_of(start.share("node", node_name()))
     prepared: Prepared | None = None
     writer: TraceWriter | None = None
     try:
@@ -164,8 +163,9 @@ def decentralize(
     except Exception as error:  # the other workers must hear of it, whatever it is
         said = {"error": str(error) if isinstance(error, GossamerError) else f"{type(error).__name__}: {error}"}
         cause = error
-    if isinstance(transport, TcpTransport):
-        return enter(prepared, transport, topology, json.dumps(said), cause, writer)
+    if isinstance(start, Rendezvous):
+        return _elastic(start, prepared, topology, json.dumps(said), cause, writer, broadcast)
+    transport = start
     agree(transport.share("description", json.dumps(said)), cause)
     assert prepared is not None
     assert settings is not None
@@ -182,6 +182,26 @@ def decentralize(
     if size > 1:
         watch_first_batch(gossip, model, store, rank, size)
     return gossip
+
+
+def _elastic(
+    start: Rendezvous,
+    prepared: Prepared | None,
+    topology: Any,
+    description: str,
+    cause: Exception | None,
+    writer: TraceWriter | None,
+    broadcast: bool,
+) -> Gossip:
+    """Found an elastic job together with the other workers, or join it while they train."""
+    try:
+        arrival = start.found_or_join(description, lambda texts: agree(texts, cause))
+    except BaseException:
+        start.close()
+        raise
+    assert prepared is not None
+    job = ElasticJob(arrival, prepared, topology, broadcast=broadcast)
+    return assemble(prepared, job.transport, lambda lanes, call: None, lambda lane, k: None, writer, job)
 
 
 @torch.no_grad()

@@ -1,1 +1,31 @@
-"""TCP links between the members of an elastic job: handshake, frames, membership, the directory."""
+"""TCP links between the members of an elastic job.
+
+`Rendezvous` brings a worker into the job, `Membership` keeps track of who is in it, `TcpTransport` carries exchanges.
+"""
+
+from gossamer.comm.tcp.directory import DirectoryClient, HostedDirectory, Unreachable, host, look
+from gossamer.comm.tcp.frame import Ask, Refused, digest
+from gossamer.comm.tcp.links import send_state
+from gossamer.comm.tcp.membership import Membership
+from gossamer.comm.tcp.record import Member, Record
+from gossamer.comm.tcp.rendezvous import Arrival, Rendezvous
+from gossamer.comm.tcp.transport import TcpChannel, TcpTransport
+
+__all__ = [
+    "Arrival",
+    "Ask",
+    "DirectoryClient",
+    "HostedDirectory",
+    "Member",
+    "Membership",
+    "Record",
+    "Refused",
+    "Rendezvous",
+    "TcpChannel",
+    "TcpTransport",
+    "Unreachable",
+    "digest",
+    "host",
+    "look",
+    "send_state",
+]

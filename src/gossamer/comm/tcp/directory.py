@@ -1,8 +1,8 @@
-"""The directory: where the members of a job are agreed on. A torch TCPStore outside the workers.
+"""The directory of an elastic job: a torch TCPStore outside the workers, in which the members are agreed on.
 
-It holds addresses and a record of the members, nothing that training needs from step to step: when it is gone, the
-workers go on with the links they have, and only joins and agreements wait. A client of it can hang in a network that is
-cut, so it is asked from a thread of its own, and that thread and its connection are replaced when it does.
+It holds addresses and a record of the members, nothing that training needs from step to step: when the directory is
+gone, the workers continue over the links they have, and only joins and agreements wait. A store client can hang when
+the network is cut, so a thread of its own asks it; when a request takes too long, thread and connection are replaced.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from gossamer.comm.deadline import Deadline
+from gossamer.comm.transport import PeerError
 from gossamer.errors import GossamerError, InputError
 
-ANSWER = 3.0  # seconds the directory may take
+ANSWER = 3.0  # seconds the directory may take to answer
+POLL = 0.02  # seconds between checks of whether all workers have shared their text
 T = TypeVar("T")
 
 
@@ -32,12 +35,16 @@ class HostedDirectory:
     """A directory in this process, for launchers. Keep it as long as workers may join."""
 
     def __init__(self, port: int, address: str):
-        listener = socket.create_server((address, port), backlog=1024)  # torch's own would listen everywhere
+        listener = socket.create_server((address, port), backlog=1024)  # torch would listen on every interface
         name, self.port = listener.getsockname()[:2]
         reach = "127.0.0.1" if name == "0.0.0.0" else name
-        self._store = TCPStore(
+        self._store: TCPStore | None = TCPStore(
             reach, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
+
+    def close(self) -> None:
+        """Stop serving. Workers continue to train, but nobody can join."""
+        self._store = None  # the server lives as long as this object
 
 
 def host(port: int = 0, address: str = "0.0.0.0") -> HostedDirectory:
@@ -45,8 +52,8 @@ def host(port: int = 0, address: str = "0.0.0.0") -> HostedDirectory:
     return HostedDirectory(port, address)
 
 
-def found_at() -> tuple[str, int]:
-    """Where this job's directory is: GOSSAMER_DIRECTORY, else the launcher's own store."""
+def directory_address() -> tuple[str, int]:
+    """Return where this job's directory is: GOSSAMER_DIRECTORY, or else the launcher's own store."""
     text = os.environ.get("GOSSAMER_DIRECTORY")
     if text is None and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         text = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -61,34 +68,41 @@ def found_at() -> tuple[str, int]:
     return name, int(port)
 
 
-class Directory:
-    """A client. `ask(f)` runs `f(store)` on the directory's thread and returns its result, or raises Unreachable."""
+class DirectoryClient:
+    """A worker's access to the directory.
 
-    def __init__(self, connect: Callable[[], Store], hosted: Store | None = None):
-        self._connect, self._hosted = connect, hosted  # a directory that this worker hosts lives as long as this
+    Args:
+        connect: Opens a connection to the store, waiting at most the given number of seconds.
+        first_wait: Seconds that the first connection may take: the directory may start later than its workers.
+        hosted: The store itself if this process hosts it; kept alive until the client is gone.
+    """
+
+    def __init__(self, connect: Callable[[float], Store], first_wait: float, hosted: Store | None = None):
+        self._connect, self._hosted = connect, hosted
+        self._first_wait = self._next_wait = first_wait
         self._lock = threading.Lock()
         self._stopped = False
-        self._requests = self._begin()
+        self._requests = self._start_thread()
 
     @classmethod
-    def of_job(cls, rank: int, timeout: float) -> Directory:
-        """The directory of the job this process belongs to."""
+    def of_job(cls, rank: int, timeout: float) -> DirectoryClient:
+        """Connect to the directory of the job that this process belongs to."""
         if "GOSSAMER_DIRECTORY" not in os.environ and dist.is_available() and dist.is_initialized():
-            return cls(dist.distributed_c10d._get_default_store().clone)  # type: ignore[attr-defined]
-        name, port = found_at()
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or "GOSSAMER_DIRECTORY" in os.environ
-        hosted = TCPStore(name, port, is_master=True, wait_for_workers=False) if rank == 0 and not agent else None
-        patience = [timedelta(seconds=timeout)]  # the first time it may be late; later it is there or it is gone
+            store = dist.distributed_c10d._get_default_store()
+            return cls(lambda _: store.clone(), timeout)  # type: ignore[attr-defined]
+        name, port = directory_address()
+        external = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or "GOSSAMER_DIRECTORY" in os.environ
+        hosted = TCPStore(name, port, is_master=True, wait_for_workers=False) if rank == 0 and not external else None
 
-        def connect() -> Store:
-            wait, patience[0] = patience[0], timedelta(seconds=ANSWER)
-            if wait.total_seconds() <= ANSWER:  # a look first: torch fills the log when nobody is there
+        def connect(wait: float) -> Store:
+            if wait <= ANSWER:  # torch fills the log when it cannot connect, so try with a plain socket first
                 socket.create_connection((name, port), timeout=1.0).close()
-            return TCPStore(name, port, is_master=False, wait_for_workers=False, timeout=wait)
+            return TCPStore(name, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait))
 
-        return cls(connect, hosted)
+        return cls(connect, timeout, hosted)
 
     def ask(self, request: Callable[[Store], T], timeout: float = ANSWER) -> T:
+        """Return `request(store)`, which runs on the directory's thread. Raise Unreachable if it fails."""
         answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
         if self._stopped:
             raise Unreachable("this worker has left")
@@ -98,21 +112,42 @@ class Directory:
             fine, value = answer.get(timeout=timeout)
         except queue.Empty:
             with self._lock:
-                if self._requests is requests and not self._stopped:  # leave that thread to its fate
+                if self._requests is requests and not self._stopped:  # abandon the thread that hangs
                     requests.put(None)
-                    self._requests = self._begin()
+                    self._requests = self._start_thread()
             raise Unreachable(f"the directory did not answer within {timeout:g} s") from None
         if fine:
             result: T = value
             return result
         raise Unreachable(f"the directory is gone: {' '.join(str(value).split())[:200]}") from value
 
+    def ask_at_start(self, request: Callable[[Store], T]) -> T:
+        """Like `ask`, but allow for a directory that starts later than this worker."""
+        return self.ask(request, self._first_wait + ANSWER)
+
+    def share(
+        self, name: str, rank: int, size: int, text: str, timeout: float, stop: Callable[[], bool] = lambda: False
+    ) -> list[str] | None:
+        """Return the latest text of all `size` workers for `name`, by rank. Return None if `stop()` while waiting."""
+        deadline = Deadline(timeout)
+        self.ask_at_start(lambda store: store.set(f"{name}/{rank}", text))
+        keys = [f"{name}/{r}" for r in range(size)]
+        while missing := self.ask(lambda store: [r for r, key in enumerate(keys) if not store.check([key])]):
+            if stop():
+                return None
+            if not deadline.sleep(POLL):
+                raise PeerError(
+                    f"worker(s) {', '.join(map(str, missing))} did not show up within {timeout:g} s; check that "
+                    "every worker was started and calls decentralize()"
+                )
+        return self.ask(lambda store: [store.get(key).decode() for key in keys])
+
     def close(self) -> None:
         with self._lock:
             self._stopped = True
             self._requests.put(None)
 
-    def _begin(self) -> queue.SimpleQueue[Any]:
+    def _start_thread(self) -> queue.SimpleQueue[Any]:
         requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._answer, args=(requests,), name="gossamer-directory", daemon=True).start()
         return requests
@@ -123,13 +158,20 @@ class Directory:
             request, answer = asked
             try:
                 if store is None:
-                    store = PrefixStore("gossamer", self._connect())
+                    wait, self._next_wait = self._next_wait, ANSWER
+                    store = PrefixStore("gossamer", self._connect(wait))
                 answer.put((True, request(store)))
             except Exception as error:
-                store = None  # a connection that failed stays so: make another one next time
+                store = None  # a failed connection stays failed, so open another one next time
                 answer.put((False, error))
 
 
 def look(store: Store, key: str) -> str:
-    """The value of a key, empty when there is none; never waits."""
+    """Return the value of `key`, or an empty text if there is none. Never waits."""
     return store.get(key).decode() if store.check([key]) else ""
+
+
+def settle(store: Store, key: str, value: str) -> str:
+    """Set `key` to `value` unless it has a value; return the value it has then."""
+    held: str = store.compare_set(key, "", value).decode()
+    return held

@@ -1,8 +1,8 @@
-"""What travels on a link between two workers that survive each other: a handshake, then frames.
+"""Frames and handshake of the TCP links between the members of an elastic job.
 
-A frame is a fixed header and a payload of raw bytes; nothing that arrives is ever unpickled. The header says which run
-and which plan it belongs to, so that a message of another run or of another plan is refused and not mixed in.
-The handshake proves that both sides know the run's token (HMAC over the other side's nonce); garbage ends it.
+A connection begins with a handshake, in which both sides prove that they know the job's token (HMAC over the other
+side's nonce). Then it carries frames: a fixed header and a payload of raw bytes. Received bytes are never unpickled.
+The header names the run and the plan of a message, so a message of another run or plan is refused, not mixed in.
 """
 
 from __future__ import annotations
@@ -13,41 +13,40 @@ import json
 import os
 import socket
 import struct
-import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
+from gossamer.comm.deadline import Deadline
 from gossamer.comm.transport import ChannelId, Purpose
 from gossamer.errors import GossamerError
 
 MAGIC = b"GSM1"
 NONCE = 16
 LONGEST_HELLO = 4096
-HANDSHAKE = 2.0  # seconds for all of it
+HANDSHAKE = 2.0  # seconds for the whole handshake
 HEADER = struct.Struct("!4sBBHIQIHQ8s8s")
-
-
 CONTROL = ChannelId(0, Purpose.CONTROL)
 
 
 class Refused(GossamerError):
-    """The other side is not one of us: another run, another plan, a wrong token, or no Gossamer at all."""
+    """The other side belongs to another run or plan, has a wrong token, or does not speak this protocol."""
 
 
 class Kind(IntEnum):
-    DATA = 1  # a piece of an exchange
-    BEAT = 2  # I am alive; epoch and rounds
-    PASSED = 3  # I will send nothing more for this channel, bucket and round, or an earlier one
-    EPOCH = 4  # the members have changed
-    PULL = 5  # give me your state
-    STATE = 6  # here it is
-    BYE = 7  # I leave
-    MOVED = 8  # I take part in no round before these
+    """What a frame says; "I" is the sender."""
+
+    DATA = 1  # a message of an exchange
+    HEARTBEAT = 2  # I am alive; payload: the rounds of my lanes
+    SKIPPED = 3  # I will send nothing more for this channel and bucket, up to and including this round
+    RECORD = 4  # the members have changed; payload: their record
+    STATE = 5  # my state, for a worker that asked for it
+    LEAVING = 6  # I leave the job
+    JUMPED = 7  # I skip all rounds before these; payload: the rounds of my lanes
 
 
 @dataclass(frozen=True)
-class Header:
+class FrameHeader:
     kind: Kind
     run: bytes
     length: int = 0
@@ -74,67 +73,102 @@ class Header:
         )
 
     @classmethod
-    def unpack(cls, data: bytes | bytearray | memoryview, run: bytes, most: int) -> Header:
-        """The header in `data`; refused when it is none, of another run, or announces more than `most` bytes."""
+    def unpack(cls, data: bytes | bytearray | memoryview, run: bytes, longest: int) -> FrameHeader:
+        """Return the header in `data`. Raise Refused if there is none, if it belongs to another run, or if it
+        announces more than `longest` bytes."""
         magic, kind, purpose, lane, epoch, round, bucket, part, length, theirs, plan = HEADER.unpack(data)
         if magic != MAGIC or kind not in set(Kind) or purpose not in set(Purpose):
             raise Refused(f"what arrived is not a message of Gossamer: it begins with {bytes(data[:8]).hex()}")
         if theirs != run:
             raise Refused(f"a message of run {theirs.hex()} arrived in run {run.hex()}; are two jobs on one port?")
-        if length > most:
-            raise Refused(f"a message announces {length} bytes, more than the {most} this job can need")
-        return cls(Kind(kind), run, length, plan, ChannelId(lane, Purpose(purpose)), epoch, round, bucket, part)
+        if length > longest:
+            raise Refused(f"a message announces {length} bytes, more than the {longest} this job can need")
+        channel = ChannelId(lane, Purpose(purpose))
+        return cls(Kind(kind), run, length, plan, channel, epoch, round, bucket, part)
+
+
+class Ask(IntEnum):
+    """What a worker opens a connection for."""
+
+    LINK = 1  # to exchange frames from now on
+    STATE = 2  # to receive the other worker's state at the end of its step
+    INITIAL_STATE = 3  # to receive the parameters and buffers from which all workers start
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a worker says about itself in the handshake."""
+
+    run: str
+    rank: int
+    incarnation: str
+    rounds: list[int]
+    ask: Ask = Ask.LINK
+
+    @classmethod
+    def parse(cls, fields: dict[str, Any]) -> Hello:
+        """Raise Refused for anything that is not a Hello."""
+        try:
+            rounds = [int(k) for k in fields["rounds"]]
+            ask = Ask(fields["ask"])
+            return cls(str(fields["run"]), int(fields["rank"]), str(fields["incarnation"]), rounds, ask)
+        except (KeyError, TypeError, ValueError) as error:
+            raise Refused(f"a hello cannot be read: {error}") from error
 
 
 def digest(*parts: str) -> bytes:
-    """Eight bytes that stand for these texts."""
+    """Return eight bytes that stand for these texts."""
     return hashlib.sha256("\0".join(parts).encode()).digest()[:8]
 
 
 def token() -> bytes:
-    """The secret that every worker of a job must know: GOSSAMER_TOKEN, empty when there is none."""
+    """The secret that every worker of a job must know: GOSSAMER_TOKEN, empty if it is not set."""
     return os.environ.get("GOSSAMER_TOKEN", "").encode()
+
+
+def meet(connection: socket.socket, mine: Hello, *, first: bool, seconds: float = HANDSHAKE) -> Hello:
+    """Perform the handshake and return the other side's Hello."""
+    return Hello.parse(greet(connection, asdict(mine), first=first, seconds=seconds))
 
 
 def greet(
     connection: socket.socket, mine: dict[str, Any], *, first: bool, seconds: float = HANDSHAKE
 ) -> dict[str, Any]:
-    """Exchange hellos with proof of the token; the other side's. `first`: this side opened the connection.
+    """Exchange JSON objects with proof of the token and return the other side's. `first`: this side connected.
 
-    Both send a nonce; then each sends its hello with HMAC(token, the other's nonce + hello). The side that opened
-    shows itself first. Raises Refused for a wrong proof or for bytes that are no hello, TimeoutError when all that is
-    not over within `seconds`, however it is spread. The timeout of `connection` is to be set anew afterwards.
+    Both sides send a nonce; then each sends its object with HMAC(token, the other's nonce + role + object). The side
+    that connected goes first. Raises Refused for a wrong proof or for bytes that are not such an object, and
+    TimeoutError when the handshake as a whole takes longer than `seconds`. Changes the timeout of `connection`.
     """
-    deadline = time.monotonic() + seconds
+    deadline = Deadline(seconds)
     connection.settimeout(seconds)
     nonce = os.urandom(NONCE)
     connection.sendall(MAGIC + nonce)
     theirs = read_exactly(connection, len(MAGIC) + NONCE, deadline)
     if theirs[: len(MAGIC)] != MAGIC:
-        raise Refused(f"whoever connected does not speak Gossamer: it began with {bytes(theirs[:8]).hex()}")
+        raise Refused(f"the other side does not speak Gossamer: it began with {bytes(theirs[:8]).hex()}")
     other = bytes(theirs[len(MAGIC) :])
     if first:
         _show(connection, mine, other, b"opened")
-        return _hear(connection, nonce, b"accepted", deadline)
-    hello = _hear(connection, nonce, b"opened", deadline)
+        return _read_shown(connection, nonce, b"accepted", deadline)
+    hello = _read_shown(connection, nonce, b"opened", deadline)
     _show(connection, mine, other, b"accepted")
     return hello
 
 
-def read_exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytearray:
+def read_exactly(connection: socket.socket, size: int, deadline: Deadline | None = None) -> bytearray:
     data = bytearray(size)
     read_into(connection, memoryview(data), deadline)
     return data
 
 
-def read_into(connection: socket.socket, view: memoryview, deadline: float | None = None) -> None:
-    """Fill `view`; ConnectionError when the other side hangs up first, TimeoutError at the deadline if there is one."""
+def read_into(connection: socket.socket, view: memoryview, deadline: Deadline | None = None) -> None:
+    """Fill `view`. Raise ConnectionError if the other side hangs up first, TimeoutError at the deadline."""
     while len(view):
         if deadline is not None:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if deadline.expired:
                 raise TimeoutError("the other side was too slow")
-            connection.settimeout(left)
+            connection.settimeout(max(deadline.remaining, 1e-3))  # a timeout of 0 means non-blocking
         got = connection.recv_into(view)
         if got == 0:
             raise ConnectionError("the other side closed the connection")
@@ -146,20 +180,20 @@ def _show(connection: socket.socket, hello: dict[str, Any], nonce: bytes, role: 
     connection.sendall(struct.pack("!I", len(text)) + text + _proof(nonce, role, text))
 
 
-def _hear(connection: socket.socket, nonce: bytes, role: bytes, deadline: float) -> dict[str, Any]:
+def _read_shown(connection: socket.socket, nonce: bytes, role: bytes, deadline: Deadline) -> dict[str, Any]:
     (length,) = struct.unpack("!I", read_exactly(connection, 4, deadline))
     if not 0 < length <= LONGEST_HELLO:
-        raise Refused(f"a hello of {length} bytes is none of ours")
+        raise Refused(f"a hello must have 1 to {LONGEST_HELLO} bytes, got {length}")
     text = bytes(read_exactly(connection, length, deadline))
     proof = bytes(read_exactly(connection, hashlib.sha256().digest_size, deadline))
     if not hmac.compare_digest(proof, _proof(nonce, role, text)):
-        raise Refused("whoever connected does not know this job's token; set the same GOSSAMER_TOKEN on every worker")
+        raise Refused("the other side does not know this job's token; set the same GOSSAMER_TOKEN on every worker")
     try:
         hello = json.loads(text)
     except ValueError as error:
-        raise Refused("a hello that is not JSON") from error
+        raise Refused("a hello must be JSON") from error
     if not isinstance(hello, dict):
-        raise Refused("a hello that is not an object")
+        raise Refused("a hello must be a JSON object")
     return hello
 
 

@@ -1,8 +1,8 @@
-"""Where messages of exchanges meet the buffers that wait for them.
+"""Delivers the messages of exchanges into the buffers that wait for them.
 
-A message goes straight into the buffer of whoever waits for it. One that comes early is kept, the latest of its
-kind only; one that comes late is read and forgotten. A waiting buffer can be taken back at any time: after `cancel`
-nothing is written to it, however much of the message is still to come.
+A message is read straight into the buffer that waits for it. A message that arrives early is kept (only the latest
+with the same key); a message that arrives late is read and discarded. A waiting buffer can be withdrawn at any time:
+after `cancel` nothing is written to it, even if a part of the message is still to come.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gossamer.comm.transport import ChannelId, Purpose
 
 
 class Key(NamedTuple):
-    """What a message is for: everything but when."""
+    """Identifies a message, apart from its round."""
 
     sender: int
     channel: ChannelId
@@ -32,7 +32,7 @@ class Key(NamedTuple):
 
 @dataclass(eq=False)
 class Slot:
-    """A message expected or kept: waiting -> filled, or failed."""
+    """A message that is expected or kept: waiting -> filled, or failed."""
 
     key: Key
     epoch: int
@@ -40,7 +40,7 @@ class Slot:
     plan: bytes
     view: memoryview
     filled: bool = False
-    failed: str = ""  # why it will not come
+    failed: str = ""  # the reason why the message will not come
     canceled: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while bytes are written
 
@@ -50,11 +50,13 @@ class Slot:
 
 
 class Inbox:
+    """The messages that one worker waits for. `changed` is notified whenever a slot is filled or fails."""
+
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self._waiting: dict[Key, Slot] = {}
         self._early: dict[Key, Slot] = {}
-        self._passed: dict[tuple[int, ChannelId, int], int] = {}  # last round that (sender, channel, bucket) skips
+        self._skipped: dict[tuple[int, ChannelId, int], int] = {}  # last round that (sender, channel, bucket) skips
 
     def post(self, key: Key, epoch: int, round: int, plan: bytes, view: memoryview) -> Slot:
         """Wait for a message. A channel has one exchange of a bucket under way, so a key has one slot."""
@@ -72,15 +74,15 @@ class Inbox:
             if early is not None and early.round > round:
                 slot.failed = f"worker {key.sender} is already in round {early.round}"
                 return slot
-            on_its_way = early is not None and early.round == round
-            if self._passed.get((key.sender, key.channel, key.bucket), -1) >= round and not on_its_way:
-                slot.failed = f"worker {key.sender} has gone on without it"
+            arriving = early is not None and early.round == round
+            if self._skipped.get((key.sender, key.channel, key.bucket), -1) >= round and not arriving:
+                slot.failed = f"worker {key.sender} skipped the round"
                 return slot
             self._waiting[key] = slot
         return slot
 
     def cancel(self, slots: Iterable[Slot]) -> None:
-        """Nothing is written to these buffers any more."""
+        """Withdraw the buffers of `slots`: nothing is written to them after this call."""
         for slot in slots:
             with self.changed:
                 if self._waiting.get(slot.key) is slot:
@@ -88,8 +90,9 @@ class Inbox:
             with slot.lock:
                 slot.canceled = True
 
-    def coming(self, key: Key, epoch: int, round: int, plan: bytes, length: int) -> Slot:
-        """A message begins to arrive: where to put it. Whoever waits for an older one of this kind need not."""
+    def begin(self, key: Key, epoch: int, round: int, plan: bytes, length: int) -> Slot:
+        """Return the slot for a message that begins to arrive. Slots that wait for an older message with this key
+        fail, because the sender sends in order."""
         with self.changed:
             slot = self._waiting.get(key)
             if slot is not None and (slot.epoch, slot.round) == (epoch, round):
@@ -101,7 +104,7 @@ class Inbox:
                 refused = Slot(key, epoch, round, plan, memoryview(b""), canceled=True)
                 refused.failed = slot.failed
                 return refused
-            self._gone_on(key.sender, key.channel, key.bucket, round - 1)
+            self._fail_skipped(key.sender, key.channel, key.bucket, round - 1)
             held = self._early.get(key)
             stale = (slot is not None and slot.round > round) or (held is not None and held.round > round)
             if stale:
@@ -110,14 +113,14 @@ class Inbox:
             self._early[key] = early
             return early
 
-    def arrived(self, slot: Slot) -> None:
-        """All bytes of a message are there."""
+    def complete(self, slot: Slot) -> None:
+        """Mark the message of `slot` as complete: all of its bytes have arrived."""
         with self.changed:
             if slot.canceled or slot.failed:
                 return
             if self._waiting.get(slot.key) is slot:
                 del self._waiting[slot.key]
-            else:  # kept: somebody may have begun to wait for it meanwhile
+            else:  # it was kept as early, and a buffer may have been posted for it since
                 waiting = self._waiting.get(slot.key)
                 if waiting is not None and (waiting.epoch, waiting.round) == (slot.epoch, slot.round):
                     self._early.pop(slot.key, None)
@@ -130,31 +133,31 @@ class Inbox:
             slot.filled = True
             self.changed.notify_all()
 
-    def passed(self, sender: int, channel: ChannelId, bucket: int, round: int) -> None:
-        """`sender` will send nothing more for that round, or for an earlier one."""
+    def skip(self, sender: int, channel: ChannelId, bucket: int, round: int) -> None:
+        """Expect nothing more from `sender` for `round` and earlier rounds of this channel and bucket."""
         with self.changed:
             key = (sender, channel, bucket)
-            self._passed[key] = max(round, self._passed.get(key, -1))
-            self._gone_on(sender, channel, bucket, round)
+            self._skipped[key] = max(round, self._skipped.get(key, -1))
+            self._fail_skipped(sender, channel, bucket, round)
 
-    def _gone_on(self, sender: int, channel: ChannelId, bucket: int, round: int) -> None:
+    def _fail_skipped(self, sender: int, channel: ChannelId, bucket: int, round: int) -> None:
         for key, slot in list(self._waiting.items()):
             if key[:3] == (sender, channel, bucket) and slot.round <= round:
-                slot.failed = f"worker {sender} has gone on without it"
+                slot.failed = f"worker {sender} skipped the round"
                 del self._waiting[key]
         self.changed.notify_all()
 
-    def moved(self, sender: int, rounds: list[int]) -> None:
-        """`sender` will take part in no round of a lane before `rounds[lane]` any more."""
+    def jump(self, sender: int, rounds: list[int]) -> None:
+        """Expect nothing more from `sender` for any round of a lane before `rounds[lane]`."""
         with self.changed:
             for key, slot in list(self._waiting.items()):
                 if key.sender == sender and key.in_a_round and slot.round < rounds[key.channel.lane]:
-                    slot.failed = f"worker {sender} has gone on without it"
+                    slot.failed = f"worker {sender} skipped the round"
                     del self._waiting[key]
             self.changed.notify_all()
 
-    def lost(self, sender: int, why: str, *, forget: bool = False) -> None:
-        """Nothing more comes from `sender`; `forget` what it sent before (another process has taken its place)."""
+    def lose(self, sender: int, why: str, *, forget: bool = False) -> None:
+        """Expect nothing more from `sender`; `forget` also what it sent before (a new process has its rank)."""
         with self.changed:
             for key, slot in list(self._waiting.items()):
                 if key.sender == sender:
@@ -163,12 +166,12 @@ class Inbox:
             if forget:
                 for key in [k for k in self._early if k.sender == sender]:
                     del self._early[key]
-                for place in [p for p in self._passed if p[0] == sender]:
-                    del self._passed[place]
+                for place in [p for p in self._skipped if p[0] == sender]:
+                    del self._skipped[place]
             self.changed.notify_all()
 
-    def replanned(self, epoch: int, starts: list[int]) -> None:
-        """From round `starts[lane]` on only messages of `epoch` count: whoever waits for another one need not."""
+    def replan(self, epoch: int, starts: list[int]) -> None:
+        """Expect only messages of `epoch` from round `starts[lane]` on."""
         with self.changed:
             for key, slot in list(self._waiting.items()):
                 if key.in_a_round and slot.epoch < epoch and slot.round >= starts[key.channel.lane]:
@@ -177,6 +180,7 @@ class Inbox:
             self.changed.notify_all()
 
     def wake(self) -> None:
+        """Let every thread that waits for `changed` check its condition again."""
         with self.changed:
             self.changed.notify_all()
 

@@ -1,449 +1,231 @@
-"""Who takes part: members of an epoch, agreed by compare-and-set in the directory; who is alive, by what is heard.
+"""One worker's view of the members of an elastic job.
 
-A *record* names the members (rank, process, address, node), the epoch's number, and the round from which each lane
-follows the plan for these members. Whoever finds a member dead (its port is closed, or it was silent for
-`hard` seconds) proposes the next record without it; a newcomer proposes one with itself. Records also travel on the
-links, so a worker learns of a change as soon as a neighbor knows it. Without the directory nothing is agreed, and
-everybody goes on with the members it can reach. One that was restarted is empty: members put back what it must hold.
+A worker that finds a member dead (its port is closed, or it was silent for `hard_deadline` seconds) proposes the next
+record without it; a joining worker proposes one with itself. Records also travel on the links, so a worker learns of a
+change as soon as a neighbor knows it. Without the directory nothing is agreed, and every worker continues with the
+members it can reach.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import socket
-import struct
 import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from gossamer.comm.process_groups import node_name
-from gossamer.comm.tcp.directory import ANSWER, Directory, Unreachable, found_at, look
-from gossamer.comm.tcp.frame import Header, Kind, Refused, digest
-from gossamer.comm.tcp.link import Links, NotMember, Peer
-from gossamer.comm.transport import PeerError
+from gossamer.comm.tcp.directory import Unreachable
+from gossamer.comm.tcp.frame import Ask, FrameHeader, Hello, Kind, Refused
+from gossamer.comm.tcp.link import Peer
+from gossamer.comm.tcp.links import LinkTable
+from gossamer.comm.tcp.listener import Listener, NotMember
+from gossamer.comm.tcp.liveness import Liveness
+from gossamer.comm.tcp.record import Agreement, Member, Record
+from gossamer.comm.tcp.rendezvous import Arrival
 
-BEAT = 0.1  # seconds between signs of life
-LOOK = 0.5  # seconds between looks at the directory
-LONGEST_LOOK = 1.5  # when it does not answer
-RETRY = 0.2  # seconds between attempts to connect
-MARGIN = 2  # rounds between a proposal and its start
-
-
-@dataclass(frozen=True)
-class Member:
-    incarnation: str
-    host: str
-    port: int
-    node: str
-
-
-@dataclass(frozen=True)
-class Record:
-    """The members of an epoch, by rank, and the round from which each lane follows their plan."""
-
-    epoch: int
-    members: dict[int, Member]
-    starts: list[int]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted(self.members))
-
-    def text(self) -> str:
-        members = {str(r): asdict(self.members[r]) for r in self.ranks}
-        return json.dumps({"epoch": self.epoch, "members": members, "starts": self.starts})
-
-    def plan(self, description: bytes) -> bytes:
-        """What stands in every message of this epoch."""
-        return digest(description.hex(), self.text())
-
-    @classmethod
-    def parse(cls, text: str) -> Record:
-        """ValueError, KeyError or TypeError for anything else."""
-        told = json.loads(text)
-        members = {int(r): Member(**m) for r, m in told["members"].items()}
-        return cls(int(told["epoch"]), members, [int(s) for s in told["starts"]])
+LOOK = 0.5  # seconds between reads of the record
+LONGEST_LOOK = 1.5  # the same when the directory does not answer
+MARGIN = 2  # rounds between a proposal and the round from which it holds
 
 
 class Membership:
-    """One worker's view. `rounds` is what it tells others of its progress; the engine keeps it up to date."""
+    """The members of the job, the links with them, and this worker's part in agreeing on them.
 
-    def __init__(self, rank: int, size: int, lanes: int, most: int, timeout: float, hard: float):
-        self.rank, self.size, self.timeout, self.hard = rank, size, timeout, hard
-        self.rounds = [0] * lanes
-        self.record = Record(0, {}, [0] * lanes)
-        self.directory = Directory.of_job(rank, timeout)
-        self.run = bytes.fromhex(self._ask_patiently(lambda s: _settle(s, "run", secrets.token_hex(8))))
-        self.serve: Callable[[socket.socket, dict[str, Any]], None] = lambda c, _: c.close()
-        self.left: set[int] = set()  # ranks that said goodbye
-        self._shared: dict[str, list[str]] = {}  # what a newcomer asks for before it enters
-        self._description = ""
-        self._wanted: set[int] = set()
-        self._connecting: set[int] = set()
-        self._hurry, self._hurry_connect = threading.Event(), threading.Event()
-        self._stopped = False
-        self._halt = threading.Event()
-        self.links = Links(
-            rank,
-            self.run,
-            own_address(),
-            most,
-            self._hello,
-            self._accept,
-            self._told,
-            lambda connection, hello: self.serve(connection, hello),
-            lambda peer: self._hurry_connect.set(),
+    Args:
+        arrival: How this worker found the job. If it is joining, call `admit` once it has a member's state.
+        longest: The largest message, in bytes, that this job can have.
+        hard_deadline: Seconds of silence after which a member counts as dead.
+        serve: Takes over a connection over which another worker asks for this worker's state.
+    """
+
+    def __init__(
+        self, arrival: Arrival, longest: int, hard_deadline: float, serve: Callable[[socket.socket, Ask], None]
+    ):
+        self.rank, self.size, self.me = arrival.rank, arrival.size, arrival.me
+        self.directory, self.run = arrival.directory, arrival.foundation.run
+        self.joining = arrival.joining  # the job was running when this worker came
+        self.record = Record(0, {}, [0] * arrival.lanes)
+        self.left: set[int] = set()  # ranks that said that they leave
+        self._rounds = [0] * arrival.lanes
+        self._serve = serve
+        self._stopped = threading.Event()
+        self._hurry = threading.Event()  # read the record now
+        self.links = LinkTable(self.rank, self.run, longest, self._hello, self._on_frame, self._on_closed)
+        self._liveness = Liveness(
+            self.links, hard_deadline, lambda: self.record.members, self._heartbeat, self._hurry.set
         )
-        self.me = Member(secrets.token_hex(8), *self.links.address, node_name())
-        self._threads = [
-            threading.Thread(target=self._beat, name="gossamer-beat", daemon=True),
-            threading.Thread(target=self._agree, name="gossamer-agree", daemon=True),
-        ]
+        self._agreement = Agreement(self.directory, arrival.foundation, lambda: None if self.excluded else self.record)
+        if not arrival.joining:
+            self._follow(arrival.record)
+        self._listener = Listener(arrival.server, self.run, self._hello, self._accept, self.links.refused)
+        self._thread = threading.Thread(target=self._run, name="gossamer-agree", daemon=True)
+        self._thread.start()
 
-    # -- entering and leaving ----------------------------------------------------------------------------------
+    # -- joining and leaving -----------------------------------------------------------------------------------
 
-    def share(self, name: str, text: str) -> list[str]:
-        """Everybody's latest `text` for `name`, by rank."""
-        self._shared[name] = self._share(name, text, lambda: False) or []
-        return self._shared[name]
-
-    def _share(self, name: str, text: str, needless: Callable[[], bool]) -> list[str] | None:
-        """The same; None when somebody is missing and that turns out to be `needless`."""
-        deadline = time.monotonic() + self.timeout
-        self._ask_patiently(lambda s: s.set(f"{name}/{self.rank}", text))
-        keys = [f"{name}/{r}" for r in range(self.size)]
-        while True:
-            missing = self.directory.ask(lambda s: [r for r, key in enumerate(keys) if not s.check([key])])
-            if not missing:
-                return self.directory.ask(lambda s: [s.get(key).decode() for key in keys])
-            if needless():
-                return None
-            if time.monotonic() > deadline:
-                raise PeerError(
-                    f"worker(s) {', '.join(map(str, missing))} did not show up within {self.timeout:g} s; check that "
-                    "every worker was started and calls decentralize()"
-                )
-            time.sleep(0.02)
-
-    def enter(self, description: str, agree: Callable[[list[str]], None]) -> bool:
-        """Found the job with the others, or find it running: then True, and `admit` once its state is here."""
-        self._description = description
-        founding = None if self._look() else self._founding(description, agree)
-        if founding is not None:
-            current = self.directory.ask(lambda s: _settle(s, "record", founding.text()))
-            if self.rank == 0:
-                self.directory.ask(lambda s: s.set("founded", description))
-        else:
-            agree([self._ask_patiently(lambda s: s.get("founded").decode()), description])
-            current = self._look()
-        settled = self.directory.ask(lambda s: _settle(s, "run", self.run.hex()))
-        self.run = self.links.run = bytes.fromhex(settled)  # another one if the directory was empty when we came
-        record = Record.parse(current)
-        joins = record.members.get(self.rank) != self.me
-        if not joins:
-            self._apply(record)
-        self.known = record
-        for thread in self._threads:
-            thread.start()
-        return joins
-
-    def _founding(self, description: str, agree: Callable[[list[str]], None]) -> Record | None:
-        """The first record, when everybody is here; None when the job turns out to be running, and only the directory
-        to be new: its members have put back their record meanwhile."""
-        descriptions = self._share("description", description, lambda: bool(self._look()))
-        if descriptions is None:
-            return None
-        agree(descriptions)
-        entries = self._share("member", json.dumps(asdict(self.me)), lambda: bool(self._look()))
-        if entries is None:
-            return None
-        return Record(1, {r: Member(**json.loads(text)) for r, text in enumerate(entries)}, [0] * len(self.rounds))
+    @property
+    def excluded(self) -> bool:
+        """Whether the others continue without this worker: it is joining, was silent for too long, or cut off."""
+        return self.record.members.get(self.rank) != self.me
 
     def donors(self) -> list[Member]:
-        """Members who may hand over their state, those of this node first."""
-        _, record = self._current()
-        others = [(m.node != self.me.node, r, m) for r, m in record.members.items() if r != self.rank]
+        """Members that can serve their state, those of this node first."""
+        members = self._agreement.read().members
+        others = [(m.node != self.me.node, r, m) for r, m in members.items() if r != self.rank]
         return [m for _, _, m in sorted(others, key=lambda entry: entry[:2])]
 
     def admit(self, rounds: list[int]) -> None:
-        """Become a member, as a new process, with a state that is `rounds` old."""
-        self.rounds = list(rounds)
+        """Become a member, as a new process, with a state that has `rounds` rounds of each lane."""
+        self._rounds = list(rounds)
         self.me = replace(self.me, incarnation=secrets.token_hex(8))
-        self.links.begin_anew()
-        self._listen_anew()
-        self._change(lambda record: self._with_me(record))
+        self.links.forget_skipped()
+        self._liveness.restart_silence()
+        self._change(self._with_me)
+
+    def leave(self) -> None:
+        """Tell the others that this worker leaves, so that nobody waits for it."""
+        self.links.send_all(FrameHeader(Kind.LEAVING, self.run))
+        with suppress(Unreachable):
+            self._change(lambda record: self._without(record, self.rank, self.me))
+
+    def close(self) -> None:
+        """Close all connections without a word to the others, as the death of the process would; `leave` first."""
+        self._stopped.set()
+        self._hurry.set()
+        self._listener.close()
+        self.links.close()
+        self.directory.close()
+        self._liveness.close()
+        self._thread.join(timeout=1.0)
+
+    # -- progress ------------------------------------------------------------------------------------------------
+
+    def advance(self, lane: int, rounds: int, *, jump: bool = False) -> None:
+        """Report that this worker has launched `rounds` rounds of `lane`. `jump`: it skips the rounds since its last
+        report, and nobody should wait for it in them."""
+        self._rounds[lane] = rounds
+        if jump:
+            rounds_after = [k + (at == lane) for at, k in enumerate(self._rounds)]
+            payload = json.dumps(rounds_after).encode()
+            self.links.send_all(FrameHeader(Kind.JUMPED, self.run, len(payload), epoch=self.record.epoch), payload)
+
+    def furthest(self, lane: int) -> int:
+        """The furthest round of `lane` that any peer was heard to be in."""
+        peers = list(self.links.peers.values())
+        return max((p.rounds[lane] for p in peers if p.rounds and not p.dead), default=0)
+
+    def watch(self, ranks: Iterable[int]) -> None:
+        """Have links with exactly these members, and watch whether they live."""
+        self._liveness.watch(set(ranks) - {self.rank})
+
+    def connect_to(self, rank: int) -> None:
+        """Have a link with this member, too."""
+        self._liveness.also_watch(rank)
+
+    # -- agreement -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Read the record now and then, and propose to continue without the members that are dead."""
+        pause = LOOK
+        while not self._stopped.is_set():
+            if pause == LOOK:
+                self._hurry.wait(LOOK)
+                self._hurry.clear()
+            else:  # the directory is gone: do not hurry
+                self._stopped.wait(pause)
+            try:
+                self._follow(self._agreement.read())
+                if pause > LOOK:  # perhaps this worker was cut off, not the others
+                    self._liveness.restart_silence()
+                pause = LOOK
+                for rank, member in [] if self.excluded else self._liveness.dead():
+                    self._change(lambda record, r=rank, m=member: self._without(record, r, m))  # type: ignore[misc]
+            except Unreachable:
+                pause = min(2 * pause, LONGEST_LOOK)
+
+    def _change(self, propose: Callable[[Record], Record | None]) -> None:
+        self._follow(self._agreement.change(propose))
 
     def _with_me(self, record: Record) -> Record | None:
         if record.members.get(self.rank) == self.me:
             return None
         return self._next(record, {**record.members, self.rank: self.me})
 
-    @property
-    def excluded(self) -> bool:
-        """The others go on without this worker: it was silent for too long, or cut off."""
-        return self.record.members.get(self.rank) != self.me
-
-    def leave(self) -> None:
-        """Say goodbye: the others go on without waiting for this worker."""
-        self.links.send_all(Header(Kind.BYE, self.run))
-        with suppress(Unreachable):
-            self._change(lambda record: self._without(record, self.rank, self.me))
-
-    def close(self) -> None:
-        self._stopped = True
-        self._halt.set()
-        self._hurry.set()
-        self._hurry_connect.set()
-        self.links.close()
-        self.directory.close()
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(timeout=1.0)
-
-    # -- what the engine asks ------------------------------------------------------------------------------------
-
-    def ahead(self, lane: int) -> int:
-        """The furthest round that any member was heard to be in."""
-        return max((p.rounds[lane] for p in list(self.links.peers.values()) if p.rounds and not p.dead), default=0)
-
-    def want(self, rank: int) -> None:
-        """Have a link with this member."""
-        if rank not in self._wanted:
-            self.links.peer(rank).heard = time.monotonic()
-            self._wanted.add(rank)
-            self._hurry_connect.set()
-
-    def moved(self, lane: int) -> None:
-        """Tell the others that this worker skips what lies before its round of `lane`."""
-        told = json.dumps([k + (at == lane) for at, k in enumerate(self.rounds)]).encode()
-        self.links.send_all(Header(Kind.MOVED, self.run, len(told), epoch=self.record.epoch), told)
-
-    def neighbors(self, ranks: Iterable[int]) -> None:
-        """Have links with exactly these members, and watch whether they live."""
-        wanted = set(ranks) - {self.rank}
-        for rank in wanted - self._wanted:
-            self.links.peer(rank).heard = time.monotonic()  # nobody listened to it so far: its silence begins now
-        self._wanted = wanted
-        self._hurry_connect.set()
-
-    # -- agreement -----------------------------------------------------------------------------------------------
-
-    def _change(self, proposal: Callable[[Record], Record | None]) -> None:
-        """Propose until it is agreed or no longer needed; `proposal` makes the next record of the current one."""
-        while True:
-            text, record = self._current()
-            following = proposal(record)
-            if following is None:
-                self._apply(record)
-                return
-            wanted = following.text()
-            if self.directory.ask(lambda s: s.compare_set("record", text, wanted).decode()) == wanted:  # noqa: B023
-                self._apply(following)
-                return
-
-    def _look(self) -> str:
-        """The record in the directory as it is; empty when there is none."""
-        return self.directory.ask(lambda s: look(s, "record"))
-
-    def _current(self) -> tuple[str, Record]:
-        """The record in the directory. If that is lost, or older than what a member knows, the directory was restarted,
-        and the member puts back its own."""
-        text, own = self._look(), self.record
-        try:
-            record = Record.parse(text) if text else Record(0, {}, [])
-            if record.epoch < own.epoch and own.members.get(self.rank) == self.me:
-                text = self.directory.ask(lambda s: self._restore(s, text, own))
-                record = Record.parse(text)
-        except (ValueError, KeyError, TypeError) as error:
-            raise Unreachable(
-                f"the directory's record of the members cannot be read ({error}); keep other programs from its port"
-            ) from error
-        if not text:
-            raise Unreachable(
-                "the directory has lost its record of the members, and this worker is none; it is put back as soon as "
-                "a member finds out"
-            )
-        return text, record
-
-    def _restore(self, store: Any, held: str, record: Record) -> str:
-        """Put back what a new directory must hold, the record last: whoever finds it needs the rest. What is there."""
-        if not held:
-            store.set("run", self.run.hex())  # also in place of one that a newcomer has made up
-            store.set("founded", self._description)
-            for name, texts in self._shared.items():
-                for rank, text in enumerate(texts):
-                    _settle(store, f"{name}/{rank}", text)
-        now: str = store.compare_set("record", held, record.text()).decode()
-        return now
-
-    def _next(self, record: Record, members: dict[int, Member]) -> Record:
-        furthest = [max(own, self.ahead(lane)) for lane, own in enumerate(self.rounds)]
-        return Record(record.epoch + 1, members, [k + MARGIN for k in furthest])
-
     def _without(self, record: Record, rank: int, member: Member) -> Record | None:
         if record.members.get(rank) != member or record.members.get(self.rank) != self.me:
-            return None  # it is gone already, or this worker has no say any more
+            return None  # it is gone already, or this worker is not a member any more
         return self._next(record, {r: m for r, m in record.members.items() if r != rank})
 
-    def _apply(self, record: Record) -> None:
-        """Follow a newer record, and pass it on."""
+    def _next(self, record: Record, members: dict[int, Member]) -> Record:
+        furthest = [max(own, self.furthest(lane)) for lane, own in enumerate(self._rounds)]
+        return Record(record.epoch + 1, members, [k + MARGIN for k in furthest])
+
+    def _follow(self, record: Record) -> None:
+        """Follow a newer record and pass it on."""
         if record.epoch <= self.record.epoch:
             return
         gone = [r for r in self.record.members if r not in record.members and r != self.rank]
         self.record = record
         text = record.text().encode()
-        self.links.send_all(Header(Kind.EPOCH, self.run, len(text), epoch=record.epoch), text)
+        self.links.send_all(FrameHeader(Kind.RECORD, self.run, len(text), epoch=record.epoch), text)
         for rank, member in record.members.items():
             if rank != self.rank:
-                self.links.know(rank, member.incarnation, (member.host, member.port))
+                self.links.know(rank, member.incarnation, member.address)
         if not self.excluded:
             for rank in gone:
                 peer = self.links.peer(rank)
-                peer.dead = peer.dead or "is no longer a member"
+                peer.dead = peer.dead or "is not a member any more"
                 if peer.link is not None:
-                    peer.link.close("it is no longer a member")
-        self.links.inbox.replanned(record.epoch, record.starts)
-        self._hurry_connect.set()
+                    peer.link.close("it is not a member any more")
+        self.links.inbox.replan(record.epoch, record.starts)
+        self._liveness.hurry()
 
-    def _agree(self) -> None:
-        """Look at the directory now and then, and propose to go on without the dead."""
-        pause = LOOK
-        while not self._stopped:
-            if pause == LOOK:
-                self._hurry.wait(LOOK)
-                self._hurry.clear()
-            else:  # it is gone: do not hammer its port
-                self._halt.wait(pause)
-            try:
-                _, record = self._current()
-                self._apply(record)
-                if pause > LOOK:  # perhaps it was this worker that was cut off: nobody is silent yet
-                    self._listen_anew()
-                pause = LOOK
-                for rank, member in self._dead():
-                    self._change(lambda record, r=rank, m=member: self._without(record, r, m))  # type: ignore[misc]
-            except Unreachable:
-                pause = min(2 * pause, LONGEST_LOOK)
+    # -- what links need -----------------------------------------------------------------------------------------
 
-    def _dead(self) -> list[tuple[int, Member]]:
-        """Members that this worker watches and that are dead or silent, right now."""
-        if self.excluded:
-            return []
-        now, found = time.monotonic(), []
-        for rank, member in self.record.members.items():
-            peer = self.links.peer(rank)
-            if rank in self._wanted and peer.incarnation == member.incarnation and self._is_gone(peer, now):
-                found.append((rank, member))
-        return found
+    def _hello(self) -> Hello:
+        return Hello(self.run.hex(), self.rank, self.me.incarnation, self._rounds)
 
-    def _listen_anew(self) -> None:
-        """Everybody's silence begins now."""
-        for peer in list(self.links.peers.values()):
-            peer.heard = time.monotonic()
+    def _heartbeat(self) -> tuple[FrameHeader, bytes]:
+        payload = json.dumps(self._rounds).encode()
+        return FrameHeader(Kind.HEARTBEAT, self.run, len(payload), epoch=self.record.epoch), payload
 
-    def _is_gone(self, peer: Peer, now: float) -> bool:
-        return bool(peer.dead) or now - peer.heard > self.hard
+    def _accept(self, connection: socket.socket, hello: Hello) -> None:
+        """Take over a connection of another worker; a link must be of a member of the current epoch."""
+        if hello.ask is not Ask.LINK:
+            connection.settimeout(None)
+            self._serve(connection, hello.ask)
+            return
+        member = self.record.members.get(hello.rank)
+        if member is None or member.incarnation != hello.incarnation:
+            self._hurry.set()  # its record may be newer than this worker's
+            raise NotMember(f"worker {hello.rank} is not a member of epoch {self.record.epoch}")
+        if len(hello.rounds) != len(self._rounds):
+            raise Refused(f"worker {hello.rank} has {len(hello.rounds)} lanes, this worker {len(self._rounds)}")
+        peer = self.links.peer(hello.rank)
+        peer.rounds = hello.rounds
+        self.links.install(peer, connection)
 
-    def _ask_patiently(self, request: Callable[[Any], Any]) -> Any:
-        """At the start the directory itself may be late."""
-        return self.directory.ask(request, self.timeout + ANSWER)
+    def _on_closed(self, peer: Peer) -> None:
+        self._liveness.hurry()
 
-    # -- signs of life -------------------------------------------------------------------------------------------
-
-    def _beat(self) -> None:
-        last = time.monotonic()
-        gone: set[str] = set()
-        while not self._stopped:
-            now = time.monotonic()
-            if now - last > 10 * BEAT:  # it was this worker that stood still
-                self._listen_anew()
-            last = now
-            told = json.dumps(self.rounds).encode()
-            self.links.send_all(Header(Kind.BEAT, self.run, len(told), epoch=self.record.epoch), told)
-            members = self.record.members
-            for rank in sorted(self._wanted & set(members)):
-                peer, member = self.links.peer(rank), members[rank]
-                if peer.incarnation != member.incarnation:
-                    continue
-                if peer.link is None and not peer.dead and rank not in self._connecting:
-                    self._connecting.add(rank)
-                    threading.Thread(target=self._connect, args=(peer,), name="gossamer-connect", daemon=True).start()
-                if self._is_gone(peer, now):
-                    if peer.link is not None:
-                        peer.link.close(f"it was silent for {self.hard:g} s")
-                    if member.incarnation not in gone:
-                        gone.add(member.incarnation)
-                        self._hurry.set()
-            self._hurry_connect.wait(BEAT)
-            self._hurry_connect.clear()
-
-    def _connect(self, peer: Peer) -> None:
+    def _on_frame(self, peer: Peer, header: FrameHeader, payload: bytes) -> None:
         try:
-            if not self.links.connect(peer) and not peer.dead:
-                self._hurry.set()  # perhaps we are no longer a member
-            time.sleep(RETRY)  # also after a connection that the other side may close at once
-        finally:
-            self._connecting.discard(peer.rank)
-
-    def _hello(self) -> dict[str, Any]:
-        return {
-            "run": self.run.hex(),
-            "rank": self.rank,
-            "incarnation": self.me.incarnation,
-            "epoch": self.record.epoch,
-            "rounds": self.rounds,
-        }
-
-    def _accept(self, hello: dict[str, Any]) -> None:
-        """Raise Refused unless a member of the current epoch is there."""
-        member = self.record.members.get(int(hello["rank"]))
-        if member is None or member.incarnation != hello["incarnation"]:
-            self._hurry.set()  # perhaps it is newer than what we know
-            raise NotMember(f"worker {hello['rank']} is not a member of epoch {self.record.epoch}")
-        self.links.peer(int(hello["rank"])).rounds = [int(k) for k in hello["rounds"]]
-
-    def _told(self, peer: Peer, header: Header, payload: bytes) -> None:
-        try:
-            if header.kind in (Kind.BEAT, Kind.MOVED):
+            if header.kind in (Kind.HEARTBEAT, Kind.JUMPED):
                 rounds = [int(k) for k in json.loads(payload)]
-                if len(rounds) != len(self.rounds):
-                    raise ValueError(f"{len(rounds)} lanes where there are {len(self.rounds)}")
-                if header.kind is Kind.BEAT:
-                    peer.goes_on(rounds)
-                self.links.inbox.moved(peer.rank, [k - 1 for k in rounds])  # the last that it launched is under way
+                if len(rounds) != len(self._rounds):
+                    raise ValueError(f"it has {len(rounds)} lanes, this worker {len(self._rounds)}")
+                if header.kind is Kind.HEARTBEAT:
+                    peer.report(rounds)
+                self.links.inbox.jump(peer.rank, [k - 1 for k in rounds])  # the last round it launched is under way
                 if header.epoch > self.record.epoch:
                     self._hurry.set()
-            elif header.kind is Kind.EPOCH:
-                self._apply(Record.parse(payload.decode()))
-            elif header.kind is Kind.BYE:
+            elif header.kind is Kind.RECORD:
+                self._follow(Record.parse(payload.decode()))
+            elif header.kind is Kind.LEAVING:
                 self.left.add(peer.rank)
                 peer.dead = "has left"
-                self.links.inbox.lost(peer.rank, "it has left")
+                self.links.inbox.lose(peer.rank, "it has left")
         except (ValueError, KeyError, TypeError) as error:
-            raise Refused(f"what worker {peer.rank} says of itself cannot be read: {error}") from error
-
-
-def own_address() -> str:
-    """The address of the interface that GLOO_SOCKET_IFNAME names, else of the one that leads to the directory."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        import fcntl
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
-        return socket.inet_ntoa(answer[20:24])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(found_at())
-        address: str = probe.getsockname()[0]
-        return address
-
-
-def _settle(store: Any, key: str, value: str) -> str:
-    """The first value that anybody gave this key."""
-    held: str = store.compare_set(key, "", value).decode()
-    return held
+            raise Refused(f"a frame of worker {peer.rank} cannot be read: {error}") from error

@@ -1,8 +1,8 @@
-"""Exchanges over links of our own, for jobs that outlive their workers.
+"""Exchanges over TCP links, for elastic jobs.
 
-gloo cannot be told to stop waiting for a peer without losing the connection, and an abandoned receive may still be
-written to; here a wait ends at once when the peer dies, has gone on, or is given up, and the buffer is safe after it.
-The arithmetic, the threads and the plans are those of every other transport.
+gloo cannot stop waiting for a peer without losing the connection, and an abandoned receive may still be written to.
+Here a wait ends at once when the peer dies, skips the round, or is given up, and the buffer is safe afterwards. The
+arithmetic, the threads and the plans are those of every other transport.
 """
 
 from __future__ import annotations
@@ -12,37 +12,44 @@ from torch import Tensor
 
 from gossamer.comm.exchange import Batch
 from gossamer.comm.pace import Pace
-from gossamer.comm.tcp.frame import Header, Kind
+from gossamer.comm.tcp.frame import FrameHeader, Kind
 from gossamer.comm.tcp.inbox import Key, Slot
 from gossamer.comm.tcp.link import Link, Lost
 from gossamer.comm.tcp.membership import Membership
 from gossamer.comm.threaded import ThreadedChannel
-from gossamer.comm.transport import Channel, ChannelId, Job, PeerError, Purpose, Stamp, Transport
+from gossamer.comm.transport import ChannelId, Job, PeerError, Purpose, Stamp, Transport
 
 
 class TcpTransport(Transport):
-    def __init__(self, membership: Membership):
+    """The TCP links of one member of an elastic job."""
+
+    def __init__(self, membership: Membership, timeout: float):
         self.rank, self.size, self.membership = membership.rank, membership.size, membership
+        self._timeout = timeout
         self.pace = Pace.from_environment(self.rank)
 
-    def channel(self, channel: ChannelId, in_flight: int, timeout: float) -> Channel:
+    def channel(self, channel: ChannelId, in_flight: int, timeout: float) -> TcpChannel:
         return TcpChannel(self.membership, channel, in_flight, self.pace)
 
     def share(self, name: str, text: str) -> list[str]:
-        return self.membership.share(name, text)
+        texts = self.membership.directory.share(name, self.rank, self.size, text, self._timeout)
+        assert texts is not None
+        return texts
 
     def close(self) -> None:
         self.membership.close()
 
 
 class TcpChannel(ThreadedChannel):
+    """One channel over the links. A job on it needs a stamp, and can be given up."""
+
     def __init__(self, membership: Membership, channel: ChannelId, threads: int, pace: Pace | None):
         self._members, self._links = membership, membership.links
         self._closing = False
         super().__init__(channel, threads, pace)
 
     def give_up(self, job: Job) -> None:
-        """Stop waiting for whoever has not answered; the job ends at once, and they count as late."""
+        """Stop waiting for the peers that have not answered. The job ends at once, and these peers count as late."""
         job.given_up = True
         self._links.inbox.wake()
 
@@ -55,7 +62,7 @@ class TcpChannel(ThreadedChannel):
 
     def _carry(self, batch: Batch, job: Job) -> None:
         stamp = job.stamp
-        assert stamp is not None, "a job on these links needs a stamp"
+        assert stamp is not None, "a job on TCP links needs a stamp"
         channel = self._channel
         if stamp.meeting and channel.purpose is Purpose.PARAMETERS:  # apart from the messages of rounds
             channel = ChannelId(channel.lane, Purpose.MEETING)
@@ -68,7 +75,7 @@ class TcpChannel(ThreadedChannel):
                 stamp.received[peer] += 1
             for peer, message in batch.sends:
                 payload = _bytes(message)
-                header = Header(
+                header = FrameHeader(
                     Kind.DATA,
                     self._links.run,
                     len(payload),
@@ -80,7 +87,7 @@ class TcpChannel(ThreadedChannel):
                     stamp.sent[peer],
                 )
                 with job.waiting_for(peer):
-                    self._link(peer, job).send(header, payload, lambda: self._over(job))
+                    self._link(peer, job, stamp).send(header, payload, lambda: self._over(job))
                 stamp.sent[peer] += 1
                 job.count(peer, message)
             for slot in slots:
@@ -90,35 +97,34 @@ class TcpChannel(ThreadedChannel):
                     raise Lost(slot.failed or f"worker {slot.key.sender} is late")
         except Lost as error:
             inbox.cancel(slots)
-            self._passed_by(job, channel, stamp, slots)
+            self._skip(job, channel, stamp, slots)
             raise PeerError(
-                f"worker {self._members.rank} goes on without round {job.round}, bucket {job.bucket}: {error}"
+                f"worker {self._members.rank} continues without round {job.round}, bucket {job.bucket}: {error}"
             ) from None
 
-    def _passed_by(self, job: Job, channel: ChannelId, stamp: Stamp, slots: list[Slot]) -> None:
-        """Those who would wait for this worker need not, and those it waited for in vain are not waited for again."""
+    def _skip(self, job: Job, channel: ChannelId, stamp: Stamp, slots: list[Slot]) -> None:
+        """Tell the peers of a failed job not to wait for this worker, and mark the peers that did not answer late."""
         if job.given_up and not stamp.meeting:
             for slot in slots:
                 if not slot.over:
                     self._links.peer(slot.key.sender).late = True
         if stamp.meeting:
             for rank in stamp.peers - {self._members.rank}:
-                self._members.want(rank)  # who waits for this worker may have no link with it yet
-        passed = Header(Kind.PASSED, self._links.run, channel=channel, bucket=job.bucket, round=job.round)
-        self._links.send_all(passed, to=stamp.peers)
+                self._members.connect_to(rank)  # a peer that waits for this worker may have no link with it yet
+        skipped = FrameHeader(Kind.SKIPPED, self._links.run, channel=channel, bucket=job.bucket, round=job.round)
+        self._links.send_all(skipped, to=stamp.peers)
 
-    def _link(self, rank: int, job: Job) -> Link:
-        """The link with a peer, waiting for it to be made."""
+    def _link(self, rank: int, job: Job, stamp: Stamp) -> Link:
+        """Wait for the link with a peer, and return it."""
         links = self._links
         peer = links.peer(rank)
-        self._members.want(rank)
-        assert job.stamp is not None
+        self._members.connect_to(rank)
         with links.inbox.changed:
             links.inbox.changed.wait_for(
                 lambda: peer.link is not None or peer.dead or self._over(job) or links.peer(rank) is not peer
             )
-        if peer.late and not job.stamp.meeting:
-            raise Lost(f"worker {rank} was late before, and has not been heard of since")
+        if peer.late and not stamp.meeting:
+            raise Lost(f"worker {rank} was late before, and has made no progress since")
         if peer.link is None:
             raise Lost(f"worker {rank} {peer.dead or 'did not connect'}")
         return peer.link

@@ -1,7 +1,7 @@
-"""A worker's state for another one: at the start (all begin from the same values) and when one joins a running job.
+"""Transfer of a worker's state: all workers start from the first one's, and a joining worker takes a member's.
 
 The state is a `torch.save` of plain values and tensors, read with `weights_only=True`: bytes from the network never
-run code. The training thread only clones; what is slow is done on a thread of its own.
+run code. The training thread only clones the tensors; a thread of its own serializes and sends them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import io
 import queue
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,96 +20,119 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from gossamer.comm import Membership, PeerError, Refused, send_state
+from gossamer.comm import PeerError
+from gossamer.comm.tcp import Ask, Membership, Record, Refused, send_state
 from gossamer.errors import GossamerError
 
-PATIENCE = 30.0  # seconds for a donor to come to the end of its step and to send
+DONATION = 30.0  # seconds in which a donor must finish its step and send its state
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a worker is."""
+
+    rounds: list[int]  # of each lane
+    steps: list[int]  # of each lane
+    meetings: int  # number of the next meeting
+    parked: bool  # it waits for that meeting
 
 
 class StateTransfer:
-    """Serves this worker's state to others, and fetches theirs."""
+    """Serves this worker's state to other workers, and fetches theirs.
 
-    def __init__(self, members: Membership):
-        self.members = members
-        self._founding: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # a copy for everyone below in the tree
-        self._waiting: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-        members.serve = self._serve
+    Args:
+        model: The module whose state is transferred.
+        optimizers: The optimizers whose state is transferred.
+        run: The id of the run.
+        timeout: Seconds to wait for another worker at the start of the job.
+    """
 
-    def of(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        """Whose state it is."""
-        self.model, self.optimizers = model, optimizers
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], run: bytes, timeout: float):
+        self._model, self._optimizers, self._run, self._timeout = model, list(optimizers), run, timeout
+        self._initial: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # one copy for each child in the tree
+        self._asked: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
 
-    def found(self, ranks: tuple[int, ...]) -> None:
-        """Everybody starts from the first worker's parameters and buffers, handed down a binary tree."""
-        at = ranks.index(self.members.rank)
-        if at > 0:
-            above = self.members.record.members[ranks[(at - 1) // 2]]
-            data = self.members.links.fetch((above.host, above.port), {"founding": True}, self.members.timeout)
-            self._load(data, moments=False)
+    def broadcast(self, members: Membership, record: Record) -> Progress | None:
+        """Load worker 0's parameters and buffers, which travel down a binary tree. All founders call it.
+
+        If this worker's parent in the tree is gone already, it takes the state of another member of `record` instead,
+        and returns that member's progress.
+        """
+        rank, progress = members.rank, None
+        if rank == 0:
+            data = _saved({"model": self._model.state_dict()})
         else:
-            data = _saved({"model": self.model.state_dict()})
-        below = sum(child < len(ranks) for child in (2 * at + 1, 2 * at + 2))
-        for _ in range(below):
-            self._founding.put(data)
-
-    def fetch(self) -> dict[str, Any]:
-        """Load a member's parameters, buffers and optimizer state; what it says of its progress."""
-        failures = []
-        for donor in self.members.donors():
+            parent = record.members.get((rank - 1) // 2)
             try:
-                data = self.members.links.fetch((donor.host, donor.port), {}, PATIENCE)
+                if parent is None:
+                    raise ConnectionError("it has left")
+                data = members.links.fetch(parent.address, Ask.INITIAL_STATE, self._timeout)
+                self._load(data, optimizers=False)
+            except (OSError, Refused):
+                progress, data = self._fetch(members)
+        for child in (2 * rank + 1, 2 * rank + 2):
+            if child < members.size:
+                self._initial.put(data)
+        return progress
+
+    def fetch(self, members: Membership) -> Progress:
+        """Load a member's parameters, buffers and optimizer state, and return that member's progress."""
+        return self._fetch(members)[0]
+
+    def _fetch(self, members: Membership) -> tuple[Progress, bytes]:
+        failures = []
+        for donor in members.donors():
+            try:
+                data = members.links.fetch(donor.address, Ask.STATE, DONATION)
             except (OSError, Refused) as error:
                 failures.append(f"{donor.host}:{donor.port} ({error})")
                 continue
-            return self._load(data, moments=True)
+            return Progress(**self._load(data, optimizers=True)), data
         asked = ", ".join(failures) or "there is none"
-        raise PeerError(f"no member of the running job handed over its state: {asked}; is the job still alive?")
+        raise PeerError(f"no member of the running job sent its state: {asked}; is the job still alive?")
 
-    def between_steps(self, progress: Callable[[], dict[str, Any]]) -> None:
-        """On the training thread, at the end of a step: a copy for whoever asked."""
-        asked = []
-        with suppress(queue.Empty):
-            while True:
-                asked.append(self._waiting.get_nowait())
+    def serve(self, connection: socket.socket, ask: Ask) -> None:
+        """Take over the connection of a worker that asks for this worker's state."""
+        if ask is Ask.STATE:
+            self._asked.put(connection)
+            return
+        with connection, suppress(queue.Empty, OSError):
+            send_state(connection, self._run, self._initial.get(timeout=self._timeout))
+
+    def between_steps(self, progress: Callable[[], Progress]) -> None:
+        """Send a copy of the state to the workers that asked for it. The training thread calls this after a step."""
+        asked = _drained(self._asked)
         if not asked:
             return
         state = {
-            "model": self.model.state_dict(),
-            "optimizers": [o.state_dict() for o in self.optimizers],
-            "progress": progress(),
+            "model": self._model.state_dict(),
+            "optimizers": [o.state_dict() for o in self._optimizers],
+            "progress": asdict(progress()),
         }
         copy = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), state)
-        threading.Thread(target=self._send, args=(asked, copy), name="gossamer-handover", daemon=True).start()
+        threading.Thread(target=self._send, args=(asked, copy), name="gossamer-state", daemon=True).start()
 
     def close(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                self._waiting.get_nowait().close()
-
-    def _serve(self, connection: socket.socket, hello: dict[str, Any]) -> None:
-        if not hello.get("founding"):
-            self._waiting.put(connection)
-            return
-        with connection, suppress(queue.Empty, OSError):
-            send_state(connection, self.members.run, self._founding.get(timeout=self.members.timeout))
+        for connection in _drained(self._asked):
+            connection.close()
 
     def _send(self, asked: list[socket.socket], state: dict[str, Any]) -> None:
         data = _saved(state)
         for connection in asked:
             with connection, suppress(OSError):
-                connection.settimeout(PATIENCE)
-                send_state(connection, self.members.run, data)
+                connection.settimeout(DONATION)
+                send_state(connection, self._run, data)
 
-    def _load(self, data: bytes, *, moments: bool) -> dict[str, Any]:
+    def _load(self, data: bytes, *, optimizers: bool) -> dict[str, Any]:
         try:
             state = torch.load(io.BytesIO(data), weights_only=True)
-            self.model.load_state_dict(state["model"])
-            if moments:
-                for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            self._model.load_state_dict(state["model"])
+            if optimizers:
+                for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
                     optimizer.load_state_dict(saved)
             progress: dict[str, Any] = state.get("progress", {})
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
-            raise GossamerError(f"the state that a member handed over does not fit this model: {error}") from error
+            raise GossamerError(f"the state that a member sent does not fit this model: {error}") from error
         return progress
 
 
@@ -116,3 +140,11 @@ def _saved(state: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
+
+
+def _drained(waiting: queue.SimpleQueue[socket.socket]) -> list[socket.socket]:
+    found = []
+    with suppress(queue.Empty):
+        while True:
+            found.append(waiting.get_nowait())
+    return found

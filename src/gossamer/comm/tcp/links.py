@@ -1,0 +1,185 @@
+"""All links of one worker. Of two workers, the one with the higher rank opens their link."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from gossamer.comm.tcp.frame import HEADER, Ask, FrameHeader, Hello, Kind, Refused, meet, read_exactly, read_into
+from gossamer.comm.tcp.inbox import Inbox
+from gossamer.comm.tcp.link import Link, Peer
+
+CONNECT = 1.0  # seconds to open a connection
+LONGEST_STATE = 2**40
+
+
+class LinkTable:
+    """The peers of a worker and the links with them.
+
+    Args:
+        rank: This worker's rank.
+        run: The id of the run; frames of other runs are refused.
+        longest: The largest payload, in bytes, that a frame of this job can have.
+        hello: Returns what this worker says about itself in a handshake.
+        on_frame: Called with every frame that is not a message of an exchange, by the thread that read it.
+        on_closed: Called when a link has closed, except by `close`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        run: bytes,
+        longest: int,
+        hello: Callable[[], Hello],
+        on_frame: Callable[[Peer, FrameHeader, bytes], None],
+        on_closed: Callable[[Peer], None],
+    ):
+        self.rank, self.run, self.longest = rank, run, longest
+        self.inbox = Inbox()
+        self.peers: dict[int, Peer] = {}
+        self.refusals: dict[int, int] = {}  # by rank, -1 for strangers
+        self.last_refusal = ""
+        self._hello, self._on_frame, self._on_closed = hello, on_frame, on_closed
+        self._lock = threading.RLock()
+        self._stopped = False
+
+    def peer(self, rank: int) -> Peer:
+        with self._lock:
+            return self.peers.setdefault(rank, Peer(rank))
+
+    def know(self, rank: int, incarnation: str, address: tuple[str, int]) -> Peer:
+        """Note the process of a member and its address. A new process of a known rank starts afresh."""
+        with self._lock:
+            peer = self.peer(rank)
+            if peer.incarnation == incarnation:
+                return peer
+            link, changed = peer.link, bool(peer.incarnation)
+            fresh = Peer(rank, address, incarnation)
+            self.peers[rank] = fresh
+        if link is not None:
+            link.close("another process has its rank now")
+        if changed:
+            self.inbox.lose(rank, "another process has its rank now", forget=True)
+        return fresh
+
+    def connect(self, peer: Peer) -> bool:
+        """Return whether there is a link with `peer`; open it first if this worker has the higher rank.
+
+        The worker with the lower rank only checks whether the peer's port is open. A closed port marks it as dead.
+        """
+        if peer.link is not None:
+            return True
+        if peer.address is None or peer.dead or self._stopped:
+            return False
+        try:
+            connection = socket.create_connection(peer.address, timeout=CONNECT)
+        except ConnectionRefusedError:
+            peer.dead = "its port is closed"
+            self.inbox.lose(peer.rank, "it is dead")
+            return False
+        except OSError:
+            return False
+        if self.rank < peer.rank:
+            connection.close()
+            return False
+        try:
+            peer.report(meet(connection, self._hello(), first=True).rounds)
+        except (OSError, Refused):
+            connection.close()
+            return False
+        self.install(peer, connection)
+        return True
+
+    def install(self, peer: Peer, connection: socket.socket) -> None:
+        """Use `connection` as the link with `peer`, in place of an older one."""
+        link = Link(connection, peer, self)
+        with self._lock:
+            old, peer.link = peer.link, link
+            for subject, frame in peer.skipped.items():
+                link.post(subject, frame)
+            peer.heard = time.monotonic()
+        if old is not None:
+            old.close("it connected again")
+        link.start()
+        link.flush()
+        if self._stopped:
+            link.close("this worker leaves")
+        self.inbox.wake()
+
+    def is_alive(self, address: tuple[str, int], incarnation: str) -> bool:
+        """Whether the process `incarnation` of this run answers at `address`."""
+        try:
+            with socket.create_connection(address, timeout=CONNECT) as connection:
+                hello = meet(connection, self._hello(), first=True)
+        except (OSError, Refused):
+            return False
+        return (hello.run, hello.incarnation) == (self.run.hex(), incarnation)
+
+    def fetch(self, address: tuple[str, int], ask: Ask, timeout: float) -> bytes:
+        """Return the state of the worker at `address`, over a connection of its own."""
+        with socket.create_connection(address, timeout=CONNECT) as connection:
+            meet(connection, replace(self._hello(), ask=ask), first=True, seconds=timeout)
+            connection.settimeout(timeout)
+            header = FrameHeader.unpack(read_exactly(connection, HEADER.size), self.run, LONGEST_STATE)
+            data = bytearray(header.length)
+            read_into(connection, memoryview(data))
+            return bytes(data)
+
+    def send_all(self, header: FrameHeader, payload: bytes = b"", *, to: Iterable[int] | None = None) -> None:
+        """Send a short frame to every linked peer, or to the ranks `to`. Never waits: a link sends it when free."""
+        subject, frame = (header.kind, header.channel, header.bucket), header.pack() + payload
+        with self._lock:
+            peers = list(self.peers.values()) if to is None else [self.peer(rank) for rank in to]
+            links = [link for peer in peers if (link := peer.link) is not None]
+            for link in links:
+                link.post(subject, frame)
+            if header.kind is Kind.SKIPPED:
+                for peer in peers:
+                    peer.skipped[subject] = frame
+        for link in links:
+            link.flush()
+
+    def forget_skipped(self) -> None:
+        """Do not repeat earlier SKIPPED frames on new links: this worker joins again, at another round."""
+        with self._lock:
+            for peer in self.peers.values():
+                peer.skipped.clear()
+
+    def received(self, peer: Peer, header: FrameHeader, payload: bytes) -> None:
+        """Handle a frame that is not a message of an exchange."""
+        if header.kind is Kind.SKIPPED:
+            self.inbox.skip(peer.rank, header.channel, header.bucket, header.round)
+        else:
+            self._on_frame(peer, header, payload)
+
+    def refused(self, rank: int, why: str) -> None:
+        """Count a message that was refused, by the rank that sent it."""
+        self.refusals[rank] = self.refusals.get(rank, 0) + 1
+        self.last_refusal = f"worker {rank}: {why}"
+
+    def closed(self, link: Link, why: str) -> None:
+        """Note that `link` has closed."""
+        peer = link.peer
+        if peer.link is link:
+            peer.link = None
+            self.inbox.lose(peer.rank, why)
+            if not self._stopped:
+                self._on_closed(peer)
+
+    def close(self) -> None:
+        """Close all links, without a word to the peers."""
+        self._stopped = True
+        for peer in list(self.peers.values()):
+            link = peer.link
+            if link is not None:
+                link.flush()
+                link.close("this worker leaves")
+
+
+def send_state(connection: socket.socket, run: bytes, data: bytes) -> None:
+    """Answer a `LinkTable.fetch`."""
+    connection.sendall(FrameHeader(Kind.STATE, run, len(data)).pack())
+    connection.sendall(data)

@@ -1,0 +1,117 @@
+"""Which peers are alive: heartbeats, links with the watched peers, and silence that is too long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from gossamer.comm.tcp.frame import FrameHeader
+from gossamer.comm.tcp.link import Peer
+from gossamer.comm.tcp.links import LinkTable
+from gossamer.comm.tcp.record import Member
+
+BEAT = 0.1  # seconds between heartbeats
+RETRY = 0.2  # seconds between attempts to connect
+
+
+class Liveness:
+    """Sends heartbeats to all linked peers, keeps links with the watched members, and judges whether they live.
+
+    Args:
+        links: The links of this worker.
+        hard_deadline: Seconds of silence after which a peer counts as dead.
+        members: Returns the current members, by rank.
+        heartbeat: Returns the header and payload of the next heartbeat.
+        on_doubt: Called when a watched member seems dead or refuses this worker.
+    """
+
+    def __init__(
+        self,
+        links: LinkTable,
+        hard_deadline: float,
+        members: Callable[[], Mapping[int, Member]],
+        heartbeat: Callable[[], tuple[FrameHeader, bytes]],
+        on_doubt: Callable[[], None],
+    ):
+        self._links, self._hard = links, hard_deadline
+        self._members, self._heartbeat, self._on_doubt = members, heartbeat, on_doubt
+        self._watched: set[int] = set()
+        self._connecting: set[int] = set()
+        self._reported: set[str] = set()  # incarnations that seemed dead
+        self._stopped = False
+        self._hurry = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gossamer-heartbeat", daemon=True)
+        self._thread.start()
+
+    def watch(self, ranks: Iterable[int]) -> None:
+        """Have links with exactly these members, and watch whether they live."""
+        wanted = set(ranks)
+        for rank in wanted - self._watched:
+            self._links.peer(rank).heard = time.monotonic()  # nothing was expected of it before now
+        self._watched = wanted
+        self._hurry.set()
+
+    def also_watch(self, rank: int) -> None:
+        """Have a link with this member, too."""
+        if rank not in self._watched:
+            self.watch({*self._watched, rank})
+
+    def dead(self) -> list[tuple[int, Member]]:
+        """Watched members that are dead, or silent for too long."""
+        return [(rank, member) for rank, member, peer in self._watched_members() if self._is_dead(peer)]
+
+    def restart_silence(self) -> None:
+        """Measure everybody's silence from now: this worker itself may have been stopped or cut off."""
+        for peer in list(self._links.peers.values()):
+            peer.heard = time.monotonic()
+
+    def hurry(self) -> None:
+        """Look at all links now, not at the next heartbeat."""
+        self._hurry.set()
+
+    def close(self) -> None:
+        self._stopped = True
+        self._hurry.set()
+        self._thread.join(timeout=1.0)
+
+    def _is_dead(self, peer: Peer) -> bool:
+        return bool(peer.dead) or time.monotonic() - peer.heard > self._hard
+
+    def _watched_members(self) -> list[tuple[int, Member, Peer]]:
+        """Watched members whose peer is the process that the record names."""
+        members = self._members()
+        found = [(rank, members[rank], self._links.peer(rank)) for rank in sorted(self._watched & set(members))]
+        return [entry for entry in found if entry[2].incarnation == entry[1].incarnation]
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._stopped:
+            now = time.monotonic()
+            if now - last > 10 * BEAT:  # this worker stood still, not the others
+                self.restart_silence()
+            last = now
+            self._links.send_all(*self._heartbeat())
+            for _, member, peer in self._watched_members():
+                self._look_at(peer, member)
+            self._hurry.wait(BEAT)
+            self._hurry.clear()
+
+    def _look_at(self, peer: Peer, member: Member) -> None:
+        if peer.link is None and not peer.dead and peer.rank not in self._connecting:
+            self._connecting.add(peer.rank)
+            threading.Thread(target=self._connect, args=(peer,), name="gossamer-connect", daemon=True).start()
+        if self._is_dead(peer):
+            if peer.link is not None:
+                peer.link.close(f"it was silent for {self._hard:g} s")
+            if member.incarnation not in self._reported:
+                self._reported.add(member.incarnation)
+                self._on_doubt()
+
+    def _connect(self, peer: Peer) -> None:
+        try:
+            if not self._links.connect(peer) and not peer.dead:
+                self._on_doubt()  # this worker may not be a member any more
+            time.sleep(RETRY)  # also after success: the other side may close the connection at once
+        finally:
+            self._connecting.discard(peer.rank)
