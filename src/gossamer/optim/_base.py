@@ -5,6 +5,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -55,6 +56,7 @@ class AdamBase(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @_disable_dynamo  # a compiled step would be a chain of graph breaks: it reads counters and addresses
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; return the closure's loss."""

@@ -72,8 +72,8 @@ def _words(slots: Sequence[Sequence[Tensor]]) -> ctypes.Array[ctypes.c_int64]:
 
 
 def fits(tensors: Iterable[Tensor]) -> bool:
-    """Whether the kernels take these tensors, as far as device and dtype go."""
-    return all(t.dtype == torch.float32 and t.is_cpu and type(t.data) is Tensor for t in tensors)
+    """Whether the kernels take these tensors, as far as device, dtype and type go."""
+    return all(t.dtype is torch.float32 and t.is_cpu and type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
 
 
 @functools.cache

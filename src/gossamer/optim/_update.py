@@ -9,9 +9,9 @@ from torch.optim.adamw import adamw
 
 from gossamer.optim import _native
 
-# A piece of this size stays in the cache of a core from one operation to the next. Tensors below
-# `_CPU_SMALL_BYTES` are gathered into one piece, because the calls would cost more than the arithmetic.
-_CPU_PIECE_BYTES = 256 << 10
+# On CPU a piece is small enough to stay in the cache from one operation to the next, and large enough that the calls
+# (some 10 µs per piece) and the restarts of the prefetcher do not show. Tensors below `_CPU_SMALL_BYTES` are gathered.
+_CPU_PIECE_BYTES = 1 << 20
 _CPU_SMALL_BYTES = 64 << 10
 _DEVICE_PIECE_BYTES = 64 << 20
 

@@ -100,30 +100,29 @@ class GossipAdam(AdamBase):
         return float((self._replicas if own is None else own) * group["discount"])
 
     def noise_to_signal(self) -> float | None:
-        """Estimate Σσ² / Σμ² over all parameters that have a `signal_sq`; None if there is nothing to tell.
+        """Estimate Σσ² / Σμ² over the parameters that have a q; None if there is none, or too young to tell.
 
-        Times the local batch size this is the noise scale of the task: the number of samples whose gradients must
-        be averaged for signal and noise to be equal. A job with much fewer samples per step than that gains from
-        all-reduce's averaging, and from the correction.
+        σ² is the noise of one replica's gradient, so this ratio times the samples in it is the noise scale of the
+        task: the number of samples whose mean gradient holds as much signal as noise.
         """
-        noise = signal = 0.0
+        total = noise = 0.0
         for group in self.param_groups:
+            beta1, beta2 = group["betas"]
             for param in group["params"]:
                 state = self.state.get(param, {})
                 if "signal_sq" not in state:
                     continue
                 step = float(state["step"])
-                made = self._corrected(group, step, state["signal_since"], kappa=math.inf)
-                if made.b == 0:
+                unbias, unbias_q = 1 / (1 - beta2**step), 1 / (1 - beta2 ** (step - state["signal_since"]))
+                if unbias / unbias_q < _MEMORY:
                     continue
-                tensors = [state["exp_avg_sq"], state["signal_sq"]]
-                if hasattr(param, "to_local"):
-                    tensors = [t.to_local() for t in tensors]
-                v, q = (torch.view_as_real(t) if t.is_complex() else t for t in tensors)
-                squared = torch.clamp(v.double() * made.a + q.double() * made.b, min=0).minimum(v.double() * made.high)
-                signal += float(squared.sum())
-                noise += float((v.double() * made.high - squared).sum())
-        return noise / signal if signal > 0 else None
+                mean_sq = unbias * _total(state["exp_avg_sq"])
+                total += mean_sq
+                noise += (mean_sq - unbias_q * _total(state["signal_sq"])) / (1 - _noise_left(beta1))
+        if total == 0:
+            return None
+        noise = min(max(noise, 0.0), total)
+        return math.inf if noise == total else noise / (total - noise)
 
     def load_state_dict(self, state_dict: State) -> None:
         """Load a checkpoint of GossipAdam, or one of torch's Adam or AdamW.
@@ -178,8 +177,7 @@ class GossipAdam(AdamBase):
         beta1, beta2 = group["betas"]
         unbias, unbias_q = 1 / (1 - beta2**step), 1 / (1 - beta2 ** (step - since))
         memory = unbias / unbias_q
-        share = (1 - beta1) / (1 + beta1)
-        strength = (1 - 1 / kappa) * memory / (1 - share) if memory >= _MEMORY else 0.0
+        strength = (1 - 1 / kappa) * memory / (1 - _noise_left(beta1)) if memory >= _MEMORY else 0.0
         return Corrected(
             step=step,
             a=(1 - strength) * unbias,
@@ -225,6 +223,18 @@ class GossipAdamW(GossipAdam):
             fused=fused,
             maximize=maximize,
         )
+
+
+def _noise_left(beta1: float) -> float:
+    """c: the share of a gradient's noise that is left in its running mean."""
+    return (1 - beta1) / (1 + beta1)
+
+
+def _total(tensor: Tensor) -> float:
+    """The sum of all elements, real and imaginary parts; of a sharded tensor, those of this worker."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    real = torch.view_as_real(local) if local.is_complex() else local
+    return float(real.sum(dtype=torch.float64))
 
 
 def _at_least_one(value: object) -> bool:
