@@ -196,7 +196,7 @@ def test_averaged_on_one_worker_only(pools):
     kind, said = errors[0]
     assert kind == "PeerError"
     assert "worker 0 is in averaged() but worker(s) 1, 2 did not call it within 2 s" in said
-    assert "call it on every worker" in said
+    assert "make it on every worker" in said
 
 
 # A peer that dies: every worker forks a child that trains, so that its death ends no pool. The workers themselves

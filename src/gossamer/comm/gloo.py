@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -16,64 +17,125 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.comm.deadline import Deadline
 from gossamer.comm.exchange import Batch
 from gossamer.comm.pace import Pace
 from gossamer.comm.process_groups import (
-    PrefixStore,
     ProcessGroupGloo,
     Store,
+    StoreError,
     WorkerGroup,
     broadcast_from_first,
     gloo_device,
     subgroup_of,
 )
 from gossamer.comm.threaded import ThreadedChannel
-from gossamer.comm.transport import Channel, ChannelId, Job, PeerError, Transport, clock
+from gossamer.comm.transport import Channel, ChannelId, Job, PeerError, Transport
 
-NEVER = 2**31 - 1  # a tag that no exchange has
+NEVER, SENTINEL = 2**31 - 1, 2**31 - 2  # tags that no exchange has
+FOREVER = timedelta(days=3650)
 POLL = 0.005  # seconds between looks for a peer that connects for the first time
-CONNECT = 10.0  # seconds that connecting may take once both have said that they will
+CONNECT = 10.0  # seconds that connecting may take once both sides have announced it
+GRACE = 2.0  # seconds that watching threads have to end when their connections were cut
+
+
+class PollingStore(Store):
+    """Keys below a prefix of `client`, whose `get` polls.
+
+    A blocking get holds the lock of its client, so threads that connect at the same time would need a client each, or
+    could wait for each other in a circle across workers. Polling lets all edges of a worker share one client.
+    """
+
+    def __init__(self, prefix: str, client: Store, timeout: float):
+        super().__init__()
+        self._prefix, self._client, self._seconds = prefix, client, timeout
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._client.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._client.get(self._key(key))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._client.check([self._key(key) for key in keys])
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        deadline = Deadline(self._seconds if timeout is None else timeout.total_seconds())
+        while not self.check(keys):
+            if not deadline.sleep(POLL):
+                raise ConnectionError("it did not connect")
+
+    def has_extended_api(self) -> bool:
+        return False
 
 
 class Edge:
-    """The connection of this worker with one peer, made when first used; tags keep channels and buckets apart."""
+    """The connection of this worker with one peer, made when first used; tags keep channels and buckets apart.
 
-    def __init__(self, store: Store, me: int, peer: int, timeout: float, left: threading.Event):
+    Note [Why every edge has a sentinel]: if a peer dies in the middle of a message, gloo mostly does not tell the
+    pending operation, and a worker without a pending operation is never told. A receive that is never answered, waited
+    for by a thread of its own, fails as soon as the connection does. `lost` is called then.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        me: int,
+        peer: int,
+        timeout: float,
+        left: threading.Event,
+        lost: Callable[[int], object],
+    ):
         low, high = sorted((me, peer))
         self.me, self.peer, self.other = me, peer, 0 if me == high else 1
-        self._store = PrefixStore(f"edge/{low}-{high}", store)
-        self._timeout = timedelta(seconds=timeout)
-        self._left = left  # this worker takes part in nothing any more
+        self._store = PollingStore(f"edge/{low}-{high}", store, timeout)
+        self._timeout = timeout
+        self._left, self._lost = left, lost  # `left` is set when this worker no longer takes part
         self._lock = threading.Lock()
         self._group: Any = None
+        self.watcher = threading.Thread(target=self._watch, name=f"gossamer-watch-{peer}", daemon=True)
 
     @property
     def group(self) -> Any:
-        with self._lock:  # bucket threads may meet here
+        with self._lock:  # several threads of a channel may connect
             if self._group is None:
                 self._await_peer()  # connecting cannot be interrupted, this can
                 options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 options._devices = [gloo_device()]
                 options._threads = 1
-                options._timeout = min(self._timeout, timedelta(seconds=CONNECT))  # operations have their own
+                options._timeout = timedelta(seconds=min(self._timeout, CONNECT))  # operations have their own
                 self._group = ProcessGroupGloo(self._store, 1 - self.other, 2, options)
                 if self._left.is_set():  # too late for cut() to see this connection
                     self._group = None
                     raise ConnectionError("this worker has left")
+                self.watcher.start()
             return self._group
 
     def _await_peer(self) -> None:
-        """Return when both have said that they will connect. Whoever has said so keeps its word, even if it leaves
-        meanwhile, for as long as the other may need to hear it."""
-        deadline = clock() + self._timeout.total_seconds()
-        for word in ("here", "seen"):  # a peer that left while it waited for us says only the first
+        """Return when both sides have announced that they will connect. Once a side has announced itself it must
+        complete the handshake, even if it is leaving, for as long as the other may need to see it."""
+        deadline = Deadline(self._timeout)
+        for word in ("here", "seen"):  # a peer that left while it waited announces only the first
             self._store.set(f"{word}/{self.me}", "")
             while not self._store.check([f"{word}/{self.peer}"]):
                 if self._left.wait(POLL):
-                    deadline = min(deadline, clock() + (0.0 if word == "here" else CONNECT / 10))
+                    deadline.shorten(0.0 if word == "here" else CONNECT / 10)
                     time.sleep(POLL)
-                if clock() > deadline:
+                if deadline.expired:
                     raise ConnectionError("it did not connect")
+
+    def _watch(self) -> None:
+        """Wait for the connection to fail. See Note [Why every edge has a sentinel]."""
+        group, never = self._group, torch.empty(1)
+        with suppress(RuntimeError):
+            group.recv([never], self.other, SENTINEL).wait(FOREVER)
+        if not self._left.is_set():
+            self._lost(self.peer)
+            self.cut()  # ends operations that gloo did not tell
 
     def recv(self, message: Tensor, tag: int) -> Any:
         return self.group.recv([message], self.other, tag)
@@ -98,15 +160,13 @@ class GlooTransport(Transport):
         self._lock = threading.Lock()
         self._left = threading.Event()
         self.pace = Pace.from_environment(workers.rank)  # None: links are what they are
-        # A blocking get holds its client's lock: edges connect through a client of their own.
+        # Someone's blocking get on the job's store would hold up connecting, so all edges share another client.
         self._edge_store = store.clone()  # type: ignore[attr-defined]
 
     def edge(self, peer: int) -> Edge:
         with self._lock:
             if peer not in self._edges:
-                store = self._edge_store.clone()
-                store.set_timeout(timedelta(seconds=self._timeout))  # a peer may be late for the first exchange
-                self._edges[peer] = Edge(store, self.rank, peer, self._timeout, self._left)
+                self._edges[peer] = Edge(self._edge_store, self.rank, peer, self._timeout, self._left, self.first_lost)
             return self._edges[peer]
 
     def channel(self, channel: ChannelId, in_flight: int, timeout: float) -> Channel:
@@ -133,10 +193,17 @@ class GlooTransport(Transport):
             broadcast_from_first(tensors, subgroup_of(tuple(tuple(ranks[w] for w in group) for group in among)))
 
     def first_lost(self, peer: int) -> int:
-        """Whom a worker of this job lost first: the one that died, where others only follow it."""
-        with suppress(Exception):  # the store may have died with it
+        """Report that this worker lost `peer`. Return the worker that the job lost first: the one that died, while
+        others only followed it."""
+        with suppress(Exception):  # the store may have died with the peer
             return int(self._edge_store.compare_set("lost", "", str(peer)).decode())
         return peer
+
+    def lost(self) -> int | None:
+        with suppress(StoreError):
+            if self._edge_store.check(["lost"]):
+                return int(self._edge_store.get("lost"))
+        return None
 
     def cut(self) -> None:
         """End all exchanges under way, and begin no connection."""
@@ -147,6 +214,12 @@ class GlooTransport(Transport):
             edge.cut()
 
     def close(self) -> None:
+        deadline = Deadline(GRACE)
+        self.cut()
+        for edge in self._edges.values():
+            while edge.watcher.is_alive() and not deadline.expired:  # gloo may miss the cut while it is busy, so retry
+                edge.cut()
+                edge.watcher.join(POLL)
         self._edges.clear()
         self._edge_store = None  # its socket with it; the handle itself may wait for the garbage collector
 

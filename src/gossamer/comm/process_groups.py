@@ -55,6 +55,9 @@ def worker_group(given: ProcessGroup | DeviceMesh | None) -> WorkerGroup:
     return WorkerGroup(ranks.index(rank), ranks, given)
 
 
+StoreError = dist.DistError  # a store that cannot be reached any more, among others
+
+
 def rank_and_size(without_group: bool = False) -> tuple[int, int]:
     """This worker's rank and how many there are, from the default process group.
 

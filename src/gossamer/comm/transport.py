@@ -133,6 +133,10 @@ class Transport(ABC):
         """Worker 0's values into everybody's tensors, or in each group of `among` its first worker's. Collective."""
         raise NotImplementedError(f"{type(self).__name__} hands values over by other means")
 
+    def lost(self) -> int | None:
+        """The worker that the job lost first, None as long as no worker has noticed a loss."""
+        return None
+
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Release sockets and threads."""
 

@@ -171,7 +171,7 @@ def decentralize(
     assert settings is not None
     if broadcast and size > 1:
         _broadcast(prepared, transport)
-    barrier = RoundBarrier(store, rank, size, settings.timeout)
+    barrier = RoundBarrier(store, transport, settings.timeout)
     policy = settings.algorithm
     wall = isinstance(policy, Asynchronous) and policy.clock == "wall"
     meet: Any = barrier.meet_events if wall else barrier.meet
