@@ -1,11 +1,11 @@
-"""What on_failure="continue" costs where nothing fails: its own TCP links beside gloo's pairs.
+"""Cost of on_failure="continue" without faults: TCP links of an elastic job against gloo.
 
     python benchmarks/links.py --out benchmarks/records/links
 
-Workers on loopback train an emulated model with SGD on a ring, one handle after the other: "raise" (gloo) and
-"continue" (links of our own, a directory, heartbeats). Loopback is the worst case: there a message costs processor
-time and nothing else, while on a real network both wait for the same wire. Twice: compute that sleeps, in which
-an exchange hides, and no compute at all, where a step is an exchange.
+Workers on loopback train an emulated model with SGD on a ring, in turn with on_failure="raise" (gloo) and with
+"continue" (TCP links, a directory, heartbeats). Loopback is the worst case: there a message costs only processor time,
+while on a real network both transports wait for the same wire. Each size is measured with compute that sleeps, which
+hides the exchange, and without compute, where a step is an exchange.
 """
 
 import argparse
@@ -29,7 +29,7 @@ WARM_UP = 5
 
 
 def worker(rank: int, args: argparse.Namespace, mb: float, compute: float, ports: list[int]) -> list[dict[str, Any]]:
-    """A block of steps of each kind in turn: the mean seconds of a step, and the processor's."""
+    """Run a block of steps of each kind in turn; return the mean wall and processor seconds per step."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace, mb: float, compute: float) -> dict[str, An
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| model, compute | gloo, ms a step | links, ms a step | links / gloo | gloo, CPU ms | links, CPU ms | CPU |",
+        "| model, compute | gloo, ms per step | TCP, ms per step | TCP / gloo | gloo, CPU ms | TCP, CPU ms | CPU |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
@@ -102,11 +102,11 @@ def main() -> None:
     lost = sum(b["continue"]["lost"] for r in rows for b in r["samples"])
     summary = (
         f"{args.workers} workers on loopback, ring, SGD; {args.repeats} blocks of {args.steps} steps of each kind, in "
-        f"turn; CPU ms are one worker's a step. Exchanges lost: {lost}.\n\n{table(rows)}"
+        f"turn; CPU ms are per step of one worker. Exchanges lost: {lost}.\n\n{table(rows)}"
     )
     Console().print(summary, markup=False)
     if args.out is not None:
-        note = "Without compute the cores are the bottleneck, for both alike: those rows tell the processor's cost."
+        note = "Without compute the cores are the bottleneck of both transports: those rows show the processor time."
         write_record(args.out, data={"results": rows}, summary=summary, note=note, environment=before)
 
 
