@@ -25,7 +25,7 @@ def bench(capsys, arguments):
 
 @pytest.mark.requires_root
 @needs_namespaces
-def test_methods_beside_each_other_on_shaped_links(capsys, tmp_path):
+def test_several_methods_on_shaped_links(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     out, trace = tmp_path / "record", tmp_path / "trace"
     methods = "ddp,dadam:aer,decent-dp:aer"
@@ -51,10 +51,10 @@ def test_methods_beside_each_other_on_shaped_links(capsys, tmp_path):
     assert (trace / "timeline.svg").stat().st_size > 1000
 
 
-@pytest.mark.slow  # torch's hook over gloo has been seen to stand still when its group is destroyed
+@pytest.mark.slow  # torch's hook over gloo was seen to hang when its group is destroyed
 @pytest.mark.requires_root
 @needs_namespaces
-def test_torch_s_bf16_hook_halves_the_bytes(capsys):
+def test_the_bf16_hook_of_torch_halves_the_bytes(capsys):
     _, results = bench(capsys, "--link 20mbit --methods ddp,ddp:bf16")
     assert results["ddp:bf16"]["bytes_per_step"] < 0.7 * results["ddp"]["bytes_per_step"]
 
@@ -69,7 +69,7 @@ def test_paced_links_without_root(capsys):
     assert "paced" in why or "not installed" in why
 
 
-def test_a_fixed_time_counts_each_worker_s_steps(capsys):
+def test_a_fixed_time_counts_the_steps_of_each_worker(capsys):
     _, results = bench(capsys, "--network loopback --seconds 1 --jitter slow-worker:2 --methods ddp,dadam:ring")
     for result in results.values():
         assert len(result["steps_per_second_by_worker"]) == 4
@@ -86,14 +86,14 @@ def test_asynchronous_workers_are_measured_while_all_exchange(capsys, tmp_path):
     result = results["ad-psgd:ring"]
     assert result["limit_ms"] == pytest.approx(1e3 * 4 / (3 / 0.03 + 1 / 0.12))
     assert result["step_ms"] >= 0.95 * result["limit_ms"]
-    (told,) = json.loads((out / "record.json").read_text())["results"][0]["runs"]
-    assert all(t["steps"] == 4 for t in told)
-    assert all(t["warmed"] > told[3]["warmed"] >= 5 for t in told[:3])  # nobody stood still until all exchanged
-    assert sum(t["rounds"] for t in told) > 0
+    (answers,) = json.loads((out / "record.json").read_text())["results"][0]["runs"]
+    assert all(t["steps"] == 4 for t in answers)
+    assert all(t["warmed"] > answers[3]["warmed"] >= 5 for t in answers[:3])  # no worker paused until all had exchanged
+    assert sum(t["rounds"] for t in answers) > 0
     assert (trace / "timeline.svg").stat().st_size > 1000
 
 
-def test_a_method_that_cannot_be_had_is_skipped_with_a_word(capsys):
+def test_a_method_that_cannot_run_is_skipped_with_a_reason(capsys):
     _, results = bench(capsys, "--network loopback --methods dadam:ring,dadam:torus(rows=2) --nodes 3 --per-node 1")
     assert "step_ms" in results["dadam:ring"]
     assert "topology 'torus' has no option 'rows'" in results["dadam:torus(rows=2)"]["skipped"]

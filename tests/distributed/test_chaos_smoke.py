@@ -58,6 +58,6 @@ def test_the_command_prints_and_records_a_verdict(tmp_path, capsys):
     assert {p.name for p in Path(folder).iterdir()} == {"record.json", "README.md", "timeline.svg"}
 
 
-def test_a_cluster_must_be_up():
-    with pytest.raises(Exception, match="not up"):
+def test_a_cluster_must_be_entered():
+    with pytest.raises(Exception, match="not running"):
         LabCluster(2, 1, network="loopback").pool()

@@ -1,4 +1,4 @@
-"""`gossamer train --on-failure continue`: the launcher replaces a worker that dies, and the run comes to its end."""
+"""`gossamer train --on-failure continue`: the launcher replaces a worker that dies, and the run finishes."""
 
 import json
 import os
@@ -59,11 +59,11 @@ def test_a_dead_worker_is_replaced_and_the_run_ends_as_planned(tmp_path, kills, 
     kills.append((folder, 0, 5))
     assert main([*TRAIN.split(), "--steps", "150", "--eval-every", "50", "--out", str(folder)]) == 0
     out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert told["step"] == 150
-    assert told["deaths"] == [{"worker": 0, "why": "killed by SIGKILL"}]
+    result = json.loads(out)
+    assert result["step"] == 150
+    assert result["deaths"] == [{"worker": 0, "why": "killed by SIGKILL"}]
     assert "worker 0 is gone (killed by SIGKILL); replaced (1 of at most 3)" in err
-    assert told["averaged"]["accuracy"] > 0.5
+    assert result["averaged"]["accuracy"] > 0.5
     for rank in range(3):
         steps = [row["step"] for row in rows(folder / f"metrics-{rank:05d}.jsonl") if "loss" in row]
         assert steps[-1] == 150
@@ -75,7 +75,7 @@ def test_a_dead_worker_is_replaced_and_the_run_ends_as_planned(tmp_path, kills, 
     assert all(rates[k] == pytest.approx(replaced[k]) for k in common), "the schedule goes on where the others are"
 
 
-def test_without_replacements_the_others_go_on_and_evaluate_also_without_worker_0(tmp_path, kills, capsys):
+def test_without_replacements_the_other_workers_continue_and_evaluate(tmp_path, kills, capsys):
     folder = tmp_path / "run"
     kills.append((folder, 0, 3))
     assert (
@@ -83,11 +83,11 @@ def test_without_replacements_the_others_go_on_and_evaluate_also_without_worker_
         == 0
     )
     out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert told["step"] == 20
-    assert told["final"]
-    assert 0 <= told["averaged"]["accuracy"] <= 1
-    assert told["unsaved"] == ""
+    result = json.loads(out)
+    assert result["step"] == 20
+    assert result["final"]
+    assert 0 <= result["averaged"]["accuracy"] <= 1
+    assert result["unsaved"] == ""
     assert "the others go on without it: 0 were replaced already" in err
     assert [row["step"] for row in rows(folder / "metrics-00001.jsonl") if "averaged" in row][-1] == 20
 
@@ -104,9 +104,9 @@ def test_a_run_that_lost_a_worker_is_saved_and_resumed(tmp_path, kills, capsys):
     assert read_manifest(folder / "checkpoints", 60).workers == 2, "of those who were there"
     resumed = ["train", "--resume", str(folder), "--steps", "80", "--json"]
     assert main(resumed) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["step"] == 80
-    assert told["averaged"]["accuracy"] > 0.5
+    result = json.loads(capsys.readouterr().out)
+    assert result["step"] == 80
+    assert result["averaged"]["accuracy"] > 0.5
     assert read_manifest(folder / "checkpoints", 80).workers == 3
     steps = [row["step"] for row in rows(folder / "metrics-00000.jsonl") if "lr" in row]
     assert steps == list(range(1, 81)), "it went on where it was"
@@ -135,7 +135,7 @@ def test_a_worker_that_dies_before_the_job_begins_and_is_not_replaced_ends_the_r
         ("--max-replacements -1", "max_replacements"),
     ],
 )
-def test_what_does_not_go_together_is_told(words, sentence, tmp_path, capsys):
+def test_settings_that_contradict_each_other_are_refused(words, sentence, tmp_path, capsys):
     assert main([*TRAIN.split(), *words.split(), "--out", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert sentence in error
@@ -165,20 +165,20 @@ def ended(rank, **outcome):
 
 
 def watched(tmp_path, pool, resume=False):
-    told = []
+    messages = []
     config = make_config({"task": "vision", "method": "dadam:aer", "per_node": (2,), "on_failure": "continue"})
-    return _watch_over(pool, config, tmp_path, resume, told.append), told
+    return _watch_over(pool, config, tmp_path, resume, messages.append), messages
 
 
-def test_the_outcome_is_that_of_whoever_evaluated_last(tmp_path):
-    outcome, told = watched(tmp_path, Endings(ended(0, averaged=1), ended(2), ended(1, averaged=2, final=True)))
-    assert (outcome["averaged"], outcome["unsaved"], told) == (2, "", [])
+def test_the_outcome_is_that_of_the_worker_with_the_final_evaluation(tmp_path):
+    outcome, messages = watched(tmp_path, Endings(ended(0, averaged=1), ended(2), ended(1, averaged=2, final=True)))
+    assert (outcome["averaged"], outcome["unsaved"], messages) == (2, "", [])
 
 
-def test_a_last_checkpoint_that_is_not_there_is_told(tmp_path):
+def test_a_missing_last_checkpoint_is_reported(tmp_path):
     lost = "the checkpoint of step 20 could not be written"
-    outcome, told = watched(tmp_path, Endings(ended(0), ended(1, unsaved=lost)))
-    assert (outcome["unsaved"], told) == (lost, [lost])
+    outcome, messages = watched(tmp_path, Endings(ended(0), ended(1, unsaved=lost)))
+    assert (outcome["unsaved"], messages) == (lost, [lost])
     with pytest.raises(GossamerError, match=lost):
         watched(tmp_path, Endings(ended(0, stopped=True, unsaved=lost)))
     for step in (20, 21):
@@ -187,7 +187,7 @@ def test_a_last_checkpoint_that_is_not_there_is_told(tmp_path):
         assert watched(tmp_path, Endings(ended(0, stopped=True, unsaved=lost)))[1] == [], "the others have written it"
 
 
-def test_a_replacement_resumes_if_the_job_was_not_begun(tmp_path):
+def test_a_replacement_resumes_if_the_job_has_not_begun(tmp_path):
     dead = SimpleNamespace(rank=1, generation=0, ending="died", why="killed", error=None)
     for resume in (True, False):
         pool = Endings(dead, ended(0))

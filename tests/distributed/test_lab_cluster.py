@@ -1,4 +1,4 @@
-"""The lab's network for real: shaped, separate, and gone afterwards, however the launcher ended."""
+"""The network of the lab: shaped, separate, and removed afterwards, however the launcher ended."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ def existing() -> set[str]:
 class TestNamespaces:
     pytestmark = lab
 
-    def test_bandwidth_is_the_asked_one_and_nothing_is_dropped(self):
+    def test_bandwidth_is_as_requested_and_no_packet_is_dropped(self):
         with LabCluster(3, 1, link="40mbit", links={(0, 2): "10mbit", (1, 2): "80mbit"}) as cluster:
             measured = dict(cluster.measured)
         asked = {(0, 1): 40e6, (0, 2): 10e6, (1, 2): 80e6}
@@ -83,7 +83,7 @@ class TestNamespaces:
             cluster.run(pairs_inside_node, 1_000_000, timeout=30)
             assert cluster.traffic()[0]["sent"] < 100_000
 
-    def test_two_clusters_at_once_and_no_trace_afterwards(self):
+    def test_two_clusters_at_once_leave_no_namespace(self):
         with LabCluster(2, check=False) as first:
             with LabCluster(2, check=False) as second:
                 ours = names_of(first) | names_of(second)
@@ -93,7 +93,7 @@ class TestNamespaces:
             assert names_of(first) <= existing()
         assert not ours & existing()
 
-    def test_no_trace_after_a_failure(self):
+    def test_no_namespace_is_left_after_a_failure(self):
         ours = set()
         with pytest.raises(WorkerFailed, match="no luck"), LabCluster(2, check=False) as cluster:  # noqa: PT012
             ours |= names_of(cluster)
@@ -101,7 +101,7 @@ class TestNamespaces:
         assert ours
         assert not ours & existing()
 
-    def test_no_trace_when_the_start_fails(self, monkeypatch):
+    def test_no_namespace_is_left_when_the_start_fails(self, monkeypatch):
         monkeypatch.setattr(cluster_module, "measure", lambda *_: 1.0)
         before = existing()
         refused = pytest.raises(LabUnavailable, match=r"from node 0 to node 1 carries .* instead of 50mbit")
@@ -111,7 +111,7 @@ class TestNamespaces:
         assert not mine
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-    def test_a_launcher_that_is_killed_or_interrupted(self, tmp_path, number):
+    def test_namespaces_of_a_killed_or_interrupted_launcher_are_removed(self, tmp_path, number):
         script = tmp_path / "script.py"
         script.write_text(
             textwrap.dedent("""
@@ -158,7 +158,7 @@ def pairs_inside_node(rank: int, numel: int) -> None:
     dist.destroy_process_group()
 
 
-def test_paced_workers_are_told_the_rates():
+def test_paced_workers_get_the_rates():
     with LabCluster(2, link="8mbit", network="paced") as cluster:
         assert cluster.run(pace) == ['{"nodes": [0, 1], "link": 8000000.0, "links": {}}'] * 2
 

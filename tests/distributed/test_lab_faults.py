@@ -1,4 +1,4 @@
-"""Workers that live and die on their own, and links that are cut: what the chaos suite does to a job."""
+"""Workers that are started, killed, stopped and replaced one by one, and links that are cut."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def count(rank: int, path: str, seconds: float = 30.0) -> str:
         while time.monotonic() < deadline and not Path(f"{path}.end").exists():
             print(os.environ["RANK"], file=file)
             time.sleep(0.01)
-    return f"{rank} was told"
+    return f"{rank} returned"
 
 
 def fail(rank: int) -> None:
@@ -37,7 +37,7 @@ def listen(rank: int, path: str) -> list[str]:
 
 
 def talk(rank: int, address: str, path: str) -> str:
-    """Say a number every 10 ms until told to end; write down how many were said."""
+    """Send a number every 10 ms until the end file exists; write down how many were sent."""
     for _ in range(200):
         try:
             connection = socket.create_connection((address, 5000), 5)
@@ -73,7 +73,7 @@ def ends(pool: WorkerPool, rank: int):
     raise AssertionError(f"worker {rank} did not end")
 
 
-def test_a_death_leaves_the_others_alone_and_a_replacement_takes_the_place(tmp_path):
+def test_a_killed_worker_does_not_affect_the_others_and_is_replaced(tmp_path):
     files = [tmp_path / str(rank) for rank in range(2)]
     with WorkerPool(2) as pool:
         for rank in range(2):
@@ -89,13 +89,36 @@ def test_a_death_leaves_the_others_alone_and_a_replacement_takes_the_place(tmp_p
         assert pool.start(0, count, str(files[0])).generation == 1
         assert grows(files[0])
         (tmp_path / "1.end").touch()
-        told = ends(pool, 1)
-        assert (told.ending, told.value) == ("returned", "1 was told")
+        ended = ends(pool, 1)
+        assert (ended.ending, ended.value) == ("returned", "1 returned")
         pids = [dead.pid, *pool.pids]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_a_stopped_worker_stands_still_until_it_is_resumed(tmp_path):
+def test_a_replacement_can_be_started_right_after_a_kill(tmp_path):
+    with WorkerPool(1) as pool:
+        first = pool.start(0, count, str(tmp_path / "0"))
+        pool.kill(0)
+        assert not Path(f"/proc/{first.pid}").exists()
+        second = pool.start(0, fail)
+        assert pool.poll(20) == [first]
+        assert (first.ending, first.killed) == ("died", True)
+        assert ends(pool, 0) is second
+        assert pool.poll() == []
+        with pytest.raises(InputError, match="rank 7 was never started"):
+            pool.kill(7)
+
+
+def test_run_refuses_a_pool_with_running_workers(tmp_path):
+    with WorkerPool(2) as pool:
+        pool.start(0, count, str(tmp_path / "0"))
+        with pytest.raises(InputError, match="started one by one"):
+            pool.run(os.getpgid)
+        pool.kill()
+        assert len(pool.run(os.getpgid)) == 2
+
+
+def test_a_stopped_worker_does_nothing_until_it_is_resumed(tmp_path):
     path = tmp_path / "0"
     with WorkerPool(1) as pool:
         worker = pool.start(0, count, str(path))
@@ -110,7 +133,7 @@ def test_a_stopped_worker_stands_still_until_it_is_resumed(tmp_path):
         assert grows(path)
 
 
-def test_a_worker_that_raises_or_is_killed_from_outside_is_told_apart():
+def test_exceptions_and_deaths_are_reported_differently():
     with WorkerPool(2) as pool:
         pool.start(0, fail)
         raised = ends(pool, 0)
@@ -123,7 +146,7 @@ def test_a_worker_that_raises_or_is_killed_from_outside_is_told_apart():
             pool.start(2, fail)
 
 
-def test_descriptors_do_not_pile_up():
+def test_file_descriptors_do_not_accumulate():
     with WorkerPool(1) as pool:
         pool.start(0, fail)
         ends(pool, 0)
@@ -136,7 +159,7 @@ def test_descriptors_do_not_pile_up():
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_workers_share_a_token_that_nobody_else_knows(monkeypatch):
+def test_the_workers_of_a_pool_share_a_secret_token(monkeypatch):
     monkeypatch.delenv("GOSSAMER_TOKEN", raising=False)
     pools = [WorkerPool(2), WorkerPool(2)]
     tokens = [{spec.env["GOSSAMER_TOKEN"] for spec in pool.specs} for pool in pools]
@@ -147,7 +170,7 @@ def test_workers_share_a_token_that_nobody_else_knows(monkeypatch):
     assert "GOSSAMER_TOKEN" not in WorkerPool(1).specs[0].env  # inherited
 
 
-def test_the_directory_listens_on_loopback_only_if_the_workers_are_there():
+def test_the_directory_of_loopback_workers_listens_on_loopback_only():
     with LabCluster(nodes=1, per_node=1, network="loopback") as cluster, cluster.directory() as address:
         name, port = address.split(":")
         tables = [Path(f"/proc/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
@@ -164,7 +187,7 @@ def test_links_on_loopback_cannot_be_cut():
 @pytest.mark.requires_root
 @needs_namespaces
 @pytest.mark.parametrize("silently", [False, True])
-def test_nothing_passes_a_cut_and_everything_after_it(tmp_path, silently):
+def test_a_cut_link_delays_all_bytes_and_loses_none(tmp_path, silently):
     path, heard = tmp_path / "said", tmp_path / "heard"
     with LabCluster(2, 1, link="50mbit", check=False) as cluster, cluster.pool() as pool:
         with pytest.raises(InputError, match="nodes are 0 to 1, got 2"):

@@ -1,4 +1,4 @@
-"""Worker processes: results by rank, and every way to fail ends in an error that names the worker."""
+"""Worker processes: results by rank, and errors that name the worker for every way to fail."""
 
 import functools
 import os
@@ -58,11 +58,11 @@ def leave_on(rank: int, who: int) -> None:
 
 def hang_on(rank: int, who: int) -> int:
     if rank == who:
-        wait_for_something_that_never_comes()
+        wait_forever()
     return rank
 
 
-def wait_for_something_that_never_comes() -> None:
+def wait_forever() -> None:
     time.sleep(600)
 
 
@@ -103,7 +103,7 @@ def big(rank: int) -> torch.Tensor:
 
 
 def gone(pid: int) -> bool:
-    """True when the process no longer exists (or is a zombie of somebody else)."""
+    """True when the process no longer exists (or is a zombie of another process)."""
     for _ in range(100):
         try:
             if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
@@ -131,7 +131,7 @@ def test_environment_is_that_of_torchrun():
     ]
 
 
-def test_extra_environment_and_the_callers_own(monkeypatch):
+def test_workers_get_the_environment_of_the_caller_and_extra_variables(monkeypatch):
     monkeypatch.setenv("FROM_CALLER", "seen")
     assert run_workers(1, environment, "FROM_CALLER", "EXTRA", env={"EXTRA": "too"}) == [["seen", "too"]]
 
@@ -170,10 +170,10 @@ def test_exit_code_is_named():
         run_workers(2, leave_on, 0)
 
 
-def test_hang_ends_at_the_timeout_and_shows_where():
+def test_a_hang_ends_at_the_timeout_with_the_stack():
     with pytest.raises(WorkerTimeout, match="did not return from hang_on within") as caught:
         run_workers(2, hang_on, 1, timeout=4)
-    assert "wait_for_something_that_never_comes" in str(caught.value)
+    assert "wait_forever" in str(caught.value)
 
 
 def test_unpicklable_result_is_a_failure():
@@ -187,7 +187,7 @@ def test_user_error_in_a_worker_is_the_cause():
     assert isinstance(caught.value.__cause__, InputError)
 
 
-def test_no_process_is_left():
+def test_no_process_is_left_behind():
     children = run_workers(2, grandchild)
     assert all(map(gone, children))
     with WorkerPool(2) as pool:
@@ -222,7 +222,7 @@ def test_pool_keeps_its_workers_from_call_to_call():
         assert len(pool.stats.cpu_seconds) == 2
 
 
-def test_pool_survives_an_ordinary_exception():
+def test_pool_keeps_its_workers_after_an_exception():
     with WorkerPool(2) as pool:
         first = pool.run(pid)
         with pytest.raises(WorkerFailed, match="boom on 0"):
@@ -243,7 +243,7 @@ def test_pool_starts_again_after_a_death_or_a_hang():
         assert len({*first, *second, *pool.pids}) == 6
 
 
-def test_pool_whose_set_up_fails_runs_nothing():
+def test_pool_whose_setup_fails_runs_nothing():
     with WorkerPool(1, setup=reject) as pool:
         for _ in range(2):
             with pytest.raises(WorkerFailed, match="failed in reject"):
@@ -255,7 +255,7 @@ def test_verbose_prefixes_the_rank(capfd):
     assert sorted(capfd.readouterr().err.splitlines()) == ["[worker 0] hello 0", "[worker 1] hello 1"]
 
 
-def test_fork_server_death_is_an_error_and_not_the_end():
+def test_a_dead_fork_server_is_an_error_and_is_restarted():
     with WorkerPool(1) as pool:
         (child,) = pool.run(pid)
         os.kill(pool.run(parent)[0], signal.SIGKILL)
@@ -299,7 +299,7 @@ def test_a_script_without_a_main_guard_is_an_error_that_says_so(tmp_path):
     assert 'a script must start workers below `if __name__ == "__main__":`' in done.stderr
 
 
-def test_workers_die_with_a_killed_launcher_and_functions_may_live_in_a_script(tmp_path):
+def test_a_killed_launcher_leaves_no_worker_not_even_a_stopped_one(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""

@@ -1,4 +1,4 @@
-"""What a benchmark runs on: dilated clusters, bucket sizes, peers that cannot take part, bad input."""
+"""The setup of a benchmark: dilated clusters, bucket sizes, methods that cannot be measured, bad input."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_gamma_is_a_ring_all_reduce_over_compute():
     assert Setup(per_node=(4,)).gamma() is None
 
 
-def test_every_method_sees_the_same_draw():
+def test_every_method_gets_the_same_compute_times():
     setup = Setup(jitter="lognormal:0.3")
     assert np.array_equal(setup.table(9, 3), setup.table(9, 3))
     assert np.array_equal(setup.table(9, 3), setup.table(12, 3)[:9])
@@ -67,13 +67,13 @@ def test_bucket_sizes_fill_whole_layers():
         ("decent-dp:torus", {}, "no topology torus"),
     ],
 )
-def test_peers_that_cannot_take_part(monkeypatch, method, setup, says):
+def test_methods_that_cannot_be_measured(monkeypatch, method, setup, says):
     monkeypatch.setattr(bench_setup.importlib.util, "find_spec", lambda name: object())
     why = why_not(parse(method), Setup(**setup))
     assert why is None if says is None else says in why
 
 
-def test_a_missing_peer_says_how_to_install_it(monkeypatch):
+def test_a_missing_package_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(bench_setup.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'gossamer[bench]'" in why_not(parse("decent-dp:aer"), Setup())
 
@@ -109,19 +109,19 @@ def test_the_expected_time_is_runs_times_steps_at_their_limit():
     assert expected(setup, [parse("dadam:aer")], timed) == (2, pytest.approx(2 * (30 + 5 * 0.4 + start)))
 
 
-def test_a_worker_s_patience_grows_with_the_run():
-    def patience(**plan):
+def test_the_timeout_of_a_worker_grows_with_the_run():
+    def timeout(**plan):
         made = bench._Bench(Setup(), BenchPlan(**plan), None, None)
-        return made.task(parse("dadam:aer"), None).timeout
+        return made.method_run(parse("dadam:aer"), None).timeout
 
     step = 0.4 + 2 * 4e6 * 8 / 50e6
-    assert patience(steps=20) == pytest.approx(120 + 5 * 30 * step)
-    assert patience(steps=2000) == pytest.approx(120 + 5 * 2010 * step)
-    assert patience(steps=20, seconds=600.0) == pytest.approx(patience(steps=20) + 600)
+    assert timeout(steps=20) == pytest.approx(120 + 5 * 30 * step)
+    assert timeout(steps=2000) == pytest.approx(120 + 5 * 2010 * step)
+    assert timeout(steps=20, seconds=600.0) == pytest.approx(timeout(steps=20) + 600)
 
 
 @pytest.mark.parametrize("name", ["a40", "a100", "t4"])
-def test_presets_take_about_ten_minutes_unless_told_otherwise(monkeypatch, capsys, name):
+def test_presets_take_about_ten_minutes_by_default(monkeypatch, capsys, name):
     seen = []
 
     def stop(setup, methods, plan, tell):
@@ -132,15 +132,15 @@ def test_presets_take_about_ten_minutes_unless_told_otherwise(monkeypatch, capsy
     monkeypatch.setattr(bench_setup.importlib.util, "find_spec", lambda name: object())
     for arguments in ([], ["--steps", "33", "--repeats", "4"]):
         assert main(["bench", "--cluster", name, "--network", "paced", *arguments]) == 2
-    (default, (_, seconds)), (told, _) = seen
+    (default, (_, seconds)), (changed, _) = seen
     assert 120 < seconds < 480  # at its limit, which DDP exceeds by a quarter or more
     assert (default.steps, default.repeats) == (10, 2)
-    assert (told.steps, told.repeats) == (33, 4)
+    assert (changed.steps, changed.repeats) == (33, 4)
     assert f"runs, at least {seconds / 60:.0f} min" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bad", [{"steps": 0}, {"repeats": 0}, {"seconds": 0.0}, {"bucket_mb": -1.0}, {"seed": -1}])
-def test_a_plan_refuses_nonsense(bad):
+def test_a_plan_refuses_bad_values(bad):
     with pytest.raises(InputError, match=str(next(iter(bad)))):
         BenchPlan(**bad)
 

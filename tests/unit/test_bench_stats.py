@@ -1,4 +1,4 @@
-"""From the workers' readings to results: step time, bytes, limit, waiting, speed-up, validity."""
+"""Results from the answers of workers: step time, bytes, limit, waiting, speedup, validity."""
 
 import pytest
 
@@ -24,7 +24,7 @@ from gossamer.report.plots import draw_loss
 SETUP = Setup(per_node=(2, 2), link="8mbit", compute=0.1, model_mb=1.0)
 
 
-def told(begin=10.0, end=12.0, steps=10, **more):
+def answer(begin=10.0, end=12.0, steps=10, **more):
     base = {
         "begin": begin,
         "end": end,
@@ -41,17 +41,20 @@ def told(begin=10.0, end=12.0, steps=10, **more):
 
 
 def test_step_time_runs_from_the_last_start_to_the_last_end():
-    assert step_seconds([told(10.0, 12.0), told(10.5, 12.5)]) == pytest.approx(0.2)
+    assert step_seconds([answer(10.0, 12.0), answer(10.5, 12.5)]) == pytest.approx(0.2)
 
 
 def test_workers_may_take_different_numbers_of_steps():
-    runs = [told(steps=10), told(steps=30)]
+    runs = [answer(steps=10), answer(steps=30)]
     assert step_seconds(runs) == pytest.approx(0.1)
     assert steps_per_second(runs) == pytest.approx([5.0, 15.0])
 
 
-def test_asynchronous_workers_count_by_their_rates():
-    own_pace = [*(told(10.0, 14.0, steps=20) for _ in range(7)), told(10.5, 26.5, steps=20)]  # 0.2 s a step; one 0.8
+def test_step_time_of_asynchronous_workers_is_one_over_their_mean_rate():
+    own_pace = [
+        *(answer(10.0, 14.0, steps=20) for _ in range(7)),
+        answer(10.5, 26.5, steps=20),
+    ]  # 0.2 s a step; one 0.8
     assert step_seconds(own_pace) == pytest.approx(0.8)
     assert step_seconds(own_pace, asynchronous=True) == pytest.approx(8 / (7 / 0.2 + 1 / 0.8))
 
@@ -68,26 +71,28 @@ def test_the_limit_of_asynchronous_workers_is_the_harmonic_mean():
 
 
 def test_bytes_of_asynchronous_workers_are_those_of_a_mean_step():
-    """A slow worker's node sends as much a second as the others; its few steps must not make that more a step."""
-    fast, slow = told(0.0, 8.0, steps=40), told(0.0, 8.0, steps=10, sent={0: 3200.0})
+    """The node of a slow worker sends as many bytes per second as the others; its steps are longer."""
+    fast, slow = answer(0.0, 8.0, steps=40), answer(0.0, 8.0, steps=10, sent={0: 3200.0})
     made = traffic(parse("ad-psgd:ring"), SETUP, [fast, fast, slow, fast])
     assert made.busiest == pytest.approx(3200 / 32.5)  # steps of the mean worker
 
 
-def test_the_kernel_s_count_is_the_busiest_direction_of_any_node():
+def test_the_kernel_counts_the_busiest_direction_of_any_node():
     interfaces = [{"sent": 100, "received": 900}, None, {"sent": 400, "received": 300}, None]
-    made = traffic(parse("dadam:aer"), SETUP, [told(interface=i) for i in interfaces])
+    made = traffic(parse("dadam:aer"), SETUP, [answer(interface=i) for i in interfaces])
     assert (made.busiest, made.mean, made.counted) == (90.0, 25.0, "kernel")
 
 
-def test_gossamer_s_count_leaves_out_what_stays_in_the_node():
-    made = traffic(parse("dadam:aer"), SETUP, [told(sent={1: 500.0, 2: 100.0}), told(sent={3: 200.0}), told(), told()])
+def test_the_engine_counts_only_bytes_between_nodes():
+    made = traffic(
+        parse("dadam:aer"), SETUP, [answer(sent={1: 500.0, 2: 100.0}), answer(sent={3: 200.0}), answer(), answer()]
+    )
     assert (made.busiest, made.counted) == (30.0, "engine")
     assert made.pairs == {(0, 1): 30.0}
 
 
-def test_ddp_s_count_by_formula():
-    runs = [told() for _ in range(4)]
+def test_bytes_of_ddp_by_formula():
+    runs = [answer() for _ in range(4)]
     assert traffic(parse("ddp"), SETUP, runs).busiest == 1.5e6
     assert traffic(parse("ddp:bf16"), SETUP, runs).busiest == 0.75e6
     assert traffic(parse("decent-dp:aer"), SETUP, runs) is None
@@ -102,14 +107,16 @@ def test_the_limit_is_compute_or_the_slowest_link():
     assert limit_seconds(slow, 0.1, moved) == (pytest.approx(0.4), "link 2-0")
 
 
-def test_waiting_is_a_mean_over_workers_dearest_first():
-    made = waiting([told(waited={"node 0": 0.1, "node 0 - node 1": 0.4}), told(waited={"node 0": 0.1})])
+def test_waiting_is_a_mean_over_workers_largest_first():
+    made = waiting([answer(waited={"node 0": 0.1, "node 0 - node 1": 0.4}), answer(waited={"node 0": 0.1})])
     assert list(made.items()) == [("node 0 - node 1", 20.0), ("node 0", 10.0)]
 
 
 def results():
-    ddp = summarize(parse("ddp"), SETUP, [[told(end=12.0)] * 4, [told(end=16.0)] * 4], 0.1, 0.5, 2)
-    ours = summarize(parse("dadam:aer"), SETUP, [[told(end=11.0)] * 4, [told(end=12.0, cpu_use=0.9)] * 4], 0.1, None, 2)
+    ddp = summarize(parse("ddp"), SETUP, [[answer(end=12.0)] * 4, [answer(end=16.0)] * 4], 0.1, 0.5, 2)
+    ours = summarize(
+        parse("dadam:aer"), SETUP, [[answer(end=11.0)] * 4, [answer(end=12.0, cpu_use=0.9)] * 4], 0.1, None, 2
+    )
     made = [ddp, ours, {"method": "decent-dp:aer", "skipped": "not installed"}]
     add_speedups(made)
     return made
@@ -140,16 +147,16 @@ def test_dropped_packets_make_all_results_invalid():
     assert made[1]["invalid_because"] == "the cores were 90% busy and the lab's queues dropped 7 packets"
 
 
-def test_a_record_says_invalid_only_of_what_is_known_to_be():
+def test_a_record_names_only_results_that_are_known_to_be_invalid():
     made = results()
     assert invalid_note({"results": made}) == "INVALID: the cores were 90% busy (dadam:aer)."
-    unknown = summarize(parse("ddp"), SETUP, [[told(cpu_use=None)] * 4], 0.1, None, 2)
+    unknown = summarize(parse("ddp"), SETUP, [[answer(cpu_use=None)] * 4], 0.1, None, 2)
     assert unknown["valid"] is None
     assert invalid_note({"results": [unknown, made[2]]}) == ""
 
 
 def test_without_ddp_there_is_no_speedup():
-    only = [summarize(parse("dadam:aer"), SETUP, [[told()] * 4], 0.1, None, 2)]
+    only = [summarize(parse("dadam:aer"), SETUP, [[answer()] * 4], 0.1, None, 2)]
     add_speedups(only)
     assert only[0]["speedup_vs_ddp"] is None
 

@@ -1,4 +1,4 @@
-"""Paced links: how long bytes take where no network can be shaped."""
+"""Paced links: how long sending takes on emulated links."""
 
 import json
 import time
@@ -19,7 +19,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_a_worker_has_its_part_of_the_node_s_link(clock):
+def test_a_worker_has_an_equal_part_of_the_link_of_its_node(clock):
     pace = Pace(0, NODES, 8e6, {})
     with pace([(2, torch.zeros(250))]):
         pass
@@ -49,7 +49,7 @@ def test_an_all_reduce_goes_around_a_ring(clock):
     assert Pace(0, [0, 0], 8e6, {}).reserve_allreduce(1e6) == 0
 
 
-def test_the_lab_s_description_is_read(monkeypatch):
+def test_the_rates_are_read_from_the_environment(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     assert Pace.from_environment(0) is None
     monkeypatch.setenv(VARIABLE, json.dumps({"nodes": NODES, "link": 5e7, "links": {"0-1": None}}))

@@ -1,4 +1,4 @@
-"""Which links are measured at the start, which of them at the same time, and what is refused."""
+"""Which links are measured at the start, which of them at the same time, and which rates are refused."""
 
 from itertools import combinations
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ def network(monkeypatch):
         looks.append((a, b, seconds))
         return reached.get((a, b), rate)
 
-    made = SimpleNamespace(make=lambda: None, remove=lambda: None, traffic=lambda: [{"dropped": 0}])
+    made = SimpleNamespace(remove=lambda: None, traffic=lambda: [{"dropped": 0}])
     monkeypatch.setattr(cluster_module, "why_unavailable", lambda: None)
     monkeypatch.setattr(cluster_module, "clean_up", lambda: None)
     monkeypatch.setattr(cluster_module, "Namespaces", lambda n, _: SimpleNamespace(names=[""] * n, **vars(made)))
@@ -27,7 +27,7 @@ def network(monkeypatch):
     return SimpleNamespace(reached=reached, looks=looks)
 
 
-def test_both_directions_of_a_ring_and_of_every_pair_with_a_rate_of_its_own(network):
+def test_both_directions_of_a_ring_and_of_every_pair_with_its_own_rate_are_measured(network):
     own = {pair: "10mbit" for pair in combinations(range(4), 2) if pair != (0, 1)}
     with LabCluster(4, link="50mbit", links={**own, (1, 3): None}) as cluster:
         assert cluster.measured.pop((0, 1)) == cluster.measured.pop((1, 0)) == 50e6
@@ -35,12 +35,12 @@ def test_both_directions_of_a_ring_and_of_every_pair_with_a_rate_of_its_own(netw
         assert set(cluster.measured.values()) == {10e6}
 
 
-def test_a_plain_ring_names_every_node_twice_each_way(network):
+def test_a_ring_of_equal_links_measures_every_node_in_both_directions(network):
     with LabCluster(5, link="50mbit") as cluster:
         assert set(cluster.measured) == {w for a in range(5) for w in ((a, (a + 1) % 5), ((a + 1) % 5, a))}
 
 
-def test_one_slow_direction_is_looked_at_longer_and_refused(network):
+def test_a_slow_direction_is_measured_longer_and_refused(network):
     network.reached[2, 1] = 20e6
     with pytest.raises(LabUnavailable, match="from node 2 to node 1 carries 20mbit instead of 50mbit"):
         LabCluster(4, link="50mbit").__enter__()
@@ -53,7 +53,7 @@ def test_free_links_and_single_nodes_are_not_measured(network):
             assert not network.looks
 
 
-def test_what_is_measured_at_once_shares_no_node_and_fits_the_cores():
+def test_ways_measured_at_the_same_time_share_no_node_and_fit_the_cores():
     ring = [w for a in range(4) for w in ((a, (a + 1) % 4), ((a + 1) % 4, a))]
     made = batches(dict.fromkeys(ring, 50e6))
     assert [len(b) for b in made] == [2, 2, 2, 2]

@@ -1,4 +1,4 @@
-"""Compute-time distributions: seeds reproduce them, means are 1, nonsense is refused in a sentence."""
+"""Compute-time distributions: seeds reproduce them, means are 1, bad input is refused in one sentence."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_a_workers_draw_depends_on_seed_and_worker_only(text):
 
 
 @pytest.mark.parametrize(("text", "deviation"), [("gaussian:0.2", 0.2), ("gamma:0.3", 0.3), ("lognormal:0.3", None)])
-def test_mean_one_and_the_asked_deviation(text, deviation):
+def test_mean_one_and_the_given_deviation(text, deviation):
     table = parse_jitter(text).sample(10, 10_000)
     assert table.mean() == pytest.approx(1.0, abs=0.01)
     if deviation is None:  # sigma of the logarithm
@@ -50,7 +50,7 @@ def test_slow_worker_is_the_last_unless_named():
         parse_jitter("slow-worker:4@3").sample(3, 1)
 
 
-def test_now_and_then_hits_at_most_one_worker_a_step():
+def test_now_and_then_affects_at_most_one_worker_per_step():
     table = parse_jitter("now-and-then:4:0.25").sample(8, 4000)
     slow = (table == 4).sum(axis=1)
     assert set(slow) == {0, 1}
@@ -104,7 +104,7 @@ def test_replay_refuses_a_broken_recording(tmp_path, content):
         *("per-worker:", "per-worker:1,-1", "replay:/no/such/file", "gaussian:0.1+"),
     ],
 )
-def test_nonsense_is_refused_in_one_sentence(text):
+def test_bad_input_is_refused_in_one_sentence(text):
     with pytest.raises(InputError) as caught:
         parse_jitter(text)
     assert "\n" not in str(caught.value)

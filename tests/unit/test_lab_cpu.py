@@ -1,4 +1,4 @@
-"""CPU use between two readings, and when it makes a result worthless."""
+"""CPU use between two readings, and when it makes a result invalid."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_use_is_the_busy_share_of_the_cores():
     assert CpuTimes(busy=100, total=1000).use_until(CpuTimes(busy=130, total=1040)) == pytest.approx(0.75)
 
 
-def test_a_quota_near_its_end_counts_however_idle_the_cores_are():
+def test_a_used_up_quota_counts_even_if_the_cores_are_idle():
     before, after = CpuTimes(100, 1000, used=5.0, granted=20.0), CpuTimes(110, 1100, used=9.5, granted=25.0)
     assert before.use_until(after) == pytest.approx(0.9)
     assert before.use_until(CpuTimes(195, 1100, used=5.0, granted=25.0)) == pytest.approx(0.95)

@@ -1,4 +1,4 @@
-"""The emulated accelerator: real parameters and gradients, the asked time, layer by layer."""
+"""The emulated accelerator: real parameters and gradients, the given compute time, layer by layer."""
 
 import copy
 import time
@@ -17,7 +17,7 @@ def test_parameters_add_up(mb, layers):
     assert len(model.layers) == layers
 
 
-def test_every_parameter_gets_a_gradient_of_its_own():
+def test_every_parameter_gets_its_own_gradient():
     model = EmulatedModel(0.1, 4, 0.0, gradient=0.5)
     model().backward()
     model().backward()
@@ -69,7 +69,7 @@ def test_layers_sleep_to_evenly_spaced_deadlines(monkeypatch):
     assert sum(slept[8:]) == pytest.approx(0.3)
 
 
-def test_it_takes_at_least_its_time_and_little_cpu():
+def test_a_step_takes_at_least_its_compute_time_and_little_cpu():
     model = EmulatedModel(0.1, 4, 0.2)
     wall, cpu = time.perf_counter(), time.process_time()
     model().backward()
@@ -78,7 +78,7 @@ def test_it_takes_at_least_its_time_and_little_cpu():
     assert cpu < wall / 2
 
 
-def test_evaluation_does_not_use_up_the_table():
+def test_evaluation_does_not_advance_the_step():
     model = EmulatedModel(0.01, 1, [0.0, 0.0])
     model()
     model.eval()
@@ -90,6 +90,6 @@ def test_evaluation_does_not_use_up_the_table():
     ("mb", "layers", "seconds"),
     [(0, 1, 0.1), (-1, 1, 0.1), (1, 0, 0.1), (1e-6, 4, 0.1), (1, 1, -0.1), (1, 1, []), (1, 1, float("nan"))],
 )
-def test_nonsense_is_refused(mb, layers, seconds):
+def test_bad_arguments_are_refused(mb, layers, seconds):
     with pytest.raises(InputError):
         EmulatedModel(mb, layers, seconds)

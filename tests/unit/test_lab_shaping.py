@@ -1,4 +1,4 @@
-"""Rates in words, links between nodes, and the refusal of nonsense before anything is started."""
+"""Parsing of rates, links between nodes, and bad input that is refused before anything starts."""
 
 import os
 
@@ -13,7 +13,7 @@ from gossamer.lab.shaping import LinkRates, shape
     ("text", "bits"),
     [("50mbit", 50e6), ("1gbit", 1e9), ("500kbit", 500e3), ("2.5Gbit/s", 2.5e9), ("10 Mbit", 10e6), ("64000bit", 64e3)],
 )
-def test_rates_in_words(text, bits):
+def test_rates_as_text(text, bits):
     assert parse_rate(text) == bits
     assert parse_rate(format_rate(bits)) == bits
 
@@ -29,7 +29,7 @@ def test_rates_as_numbers_and_none():
 @pytest.mark.parametrize(
     "rate", ["fast", "", "50mbps", "50 m", "-5mbit", "0", 0, -1, "inf", float("nan"), "1e9gbit", True]
 )
-def test_nonsense_rates_are_refused_in_one_sentence(rate):
+def test_bad_rates_are_refused_in_one_sentence(rate):
     with pytest.raises(InputError) as caught:
         parse_rate(rate)
     assert "50mbit" in str(caught.value)
@@ -84,14 +84,14 @@ def test_guaranteed_rates_do_not_exceed_the_link():
     assert any("parent 1: classid 1:13" in line and "ceil 200000000bit" in line for line in lines)
 
 
-def test_pacing_tells_the_transport_the_rates():
+def test_pacing_describes_the_rates_for_the_transport():
     with LabCluster(2, [2, 1], link="8mbit", links={(0, 1): "1mbit"}, network="paced") as cluster:
         assert cluster.pacing == {"nodes": [0, 0, 1], "link": 8e6, "links": {"0-1": 1e6}}
         assert cluster.describe()["network"] == "paced"
         assert cluster.traffic() is None
 
 
-def test_a_cluster_that_is_not_up_says_so():
+def test_a_cluster_that_was_not_entered_is_an_error():
     with pytest.raises(InputError, match="with LabCluster"):
         LabCluster(2, network="loopback").run(print)
 
@@ -104,7 +104,7 @@ def test_a_cluster_that_is_not_up_says_so():
         ("_tool", lambda name: None, "`ip` and `tc`"),
     ],
 )
-def test_where_it_cannot_work_one_sentence_says_why(monkeypatch, target, value, words):
+def test_the_reason_why_namespaces_are_unavailable(monkeypatch, target, value, words):
     monkeypatch.setattr(f"gossamer.lab.namespaces.{target}", value)
     assert words in namespaces.why_unavailable()
     with pytest.raises(LabUnavailable, match="paced"), LabCluster(2, link="1mbit"):

@@ -90,7 +90,6 @@ def bench(
         check_output(plot)
     if trace is not None or out is not None:
         check_matplotlib()
-    options = {"staleness": staleness, "every": every}
     small = cluster is None
     plan = BenchPlan(
         steps=steps if steps is not None else STEPS if small else CLUSTER_STEPS,
@@ -99,7 +98,8 @@ def bench(
         seed=seed,
         bucket_mb=bucket_mb,
         trace=trace,
-        options=options,
+        staleness=staleness,
+        every=every,
         sweep_steps=SWEEP_STEPS if sweep else 0,
         sweep_buckets=BUCKETS if small else CLUSTER_BUCKETS,
     )

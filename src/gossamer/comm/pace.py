@@ -1,9 +1,9 @@
-"""Links between nodes where there is no network to shape: sleep until the bytes could have arrived.
+"""Emulate slow links between nodes on loopback: sleep until the bytes would have arrived.
 
-`GOSSAMER_PACE` holds JSON: the node of every rank, and rates in bits a second (null is free), e.g.
-`{"nodes": [0, 0, 1, 1], "link": 5e7, "links": {"0-1": 1e7}}`. Workers of a node share its link and know nothing of each
-other here, so each has an equal part of it, which is exact while all of them send alike (as hierarchical exchanges
-do). A pair with a rate of its own is treated the same way. Real links queue, drop and batch; this does not.
+`GOSSAMER_PACE` holds JSON: the node of every rank, and rates in bits per second (null: not limited), e.g.
+`{"nodes": [0, 0, 1, 1], "link": 5e7, "links": {"0-1": 1e7}}`. The workers of a node share its link. They do not
+coordinate here: each has an equal part of the link, which is exact if all of them send the same number of bytes (as in
+hierarchical exchanges). A pair of nodes with its own rate is treated the same way. Queues and losses are not emulated.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ VARIABLE = "GOSSAMER_PACE"
 
 
 class Pace:
-    """One worker's part of its node's links. `with pace(sends): ...` lasts at least as long as the bytes need."""
+    """One worker's part of the links of its node. `with pace(sends): ...` takes at least as long as the bytes need."""
 
     def __init__(self, rank: int, nodes: list[int], link: float | None, links: dict[str, float | None]):
         self.node, self.nodes, self.link, self.links = nodes[rank], nodes, link, links
         self.sharers = nodes.count(self.node)
-        self._free: dict[str, float] = {}  # when each link is free again
+        self._free: dict[str, float] = {}  # link -> when it has sent everything
         self._lock = threading.Lock()
 
     @classmethod
@@ -35,8 +35,8 @@ class Pace:
         text = os.environ.get(VARIABLE)
         if not text:
             return None
-        told: dict[str, Any] = json.loads(text)
-        return cls(rank, told["nodes"], told["link"], told["links"])
+        settings: dict[str, Any] = json.loads(text)
+        return cls(rank, settings["nodes"], settings["link"], settings["links"])
 
     @contextmanager
     def __call__(self, sends: Iterable[tuple[int, Tensor]]) -> Iterator[None]:
@@ -45,7 +45,7 @@ class Pace:
         sleep_until(until)
 
     def reserve(self, peer: int, size: float) -> float:
-        """When `size` bytes for `peer` will have gone, after those that are already on their way."""
+        """The time at which `size` more bytes to `peer` will have been sent."""
         other = self.nodes[peer]
         if other == self.node:
             return 0.0
@@ -54,7 +54,7 @@ class Pace:
         return self._book(pair if pair in self.links else "link", size, rate, self.sharers)
 
     def reserve_allreduce(self, size: float) -> float:
-        """The same for a ring all-reduce of `size` bytes: 2(n-1)/n of them leave every node, by one worker's flow."""
+        """The time at which a ring all-reduce of `size` bytes ends: one worker of a node sends 2(n-1)/n of them."""
         n = len(self.nodes)
         around = [self.links.get(f"{min(a, b)}-{max(a, b)}", self.link) for a, b in _borders(self.nodes)]
         rates = [rate for rate in around if rate is not None]
@@ -76,5 +76,5 @@ def sleep_until(moment: float) -> None:
 
 
 def _borders(nodes: list[int]) -> list[tuple[int, int]]:
-    """Where a ring in rank order leaves a node."""
+    """The pairs of nodes between which a ring in rank order passes."""
     return [(a, b) for a, b in zip(nodes, nodes[1:] + nodes[:1], strict=True) if a != b]

@@ -1,4 +1,4 @@
-"""Measure a link of the lab by a plain socket transfer."""
+"""Measure the links of the lab by a transfer over a plain socket."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from gossamer.lab.namespaces import enter_namespace
 from gossamer.lab.shaping import address, burst
 
 T = TypeVar("T")
-Way = tuple[int, int]  # from a node to a node
-AT_ONCE = 2e9  # bits a second that are measured at the same time: Python's share of the cores
+Way = tuple[int, int]  # from one node to another
+AT_ONCE = 2e9  # bits per second that can be measured at the same time: Python is busy then
 FRAME = 1514 / 1448  # bytes on the wire per byte of payload: Ethernet, IP and TCP headers at an MTU of 1500
 
 
 def measure(names: list[str], a: int, b: int, rate: float, seconds: float = 0.25) -> float:
-    """Bits a second that go from node a to node b, headers included as the shaper counts them."""
+    """The rate from node a to node b in bits per second, with headers, as the shaper counts."""
     size = int(rate / 8 * seconds)
-    skip = 3 * burst(rate) + size // 8  # the bursts of both shapers pass at once; the steady part is measured
+    skip = 3 * burst(rate) + size // 8  # the bursts of both shapers pass unlimited; only the steady part is measured
     listener = _inside(names[b], lambda: socket.create_server((address(b), 0)))
     with listener:
         port = listener.getsockname()[1]
@@ -45,8 +45,11 @@ def measure(names: list[str], a: int, b: int, rate: float, seconds: float = 0.25
 
 
 def batches(rates: Mapping[Way, float]) -> list[list[Way]]:
-    """Ways that can be measured at the same time: no two share a node (the acknowledgments of one would stand in the
-    other's queue), and together they are no more than the cores can carry."""
+    """Group ways that can be measured at the same time.
+
+    No two ways of a batch share a node, because acknowledgments of one would wait in the queue of the other, and
+    together they are no faster than the cores can handle.
+    """
     made: list[list[Way]] = []
     for way, rate in rates.items():
         for batch in made:
@@ -67,7 +70,7 @@ def _send(sender: socket.socket, size: int) -> None:
 
 
 def _inside(namespace: str, make: Callable[[], T]) -> T:
-    """Call `make` in a namespace. A thread enters it and ends; a socket stays in the namespace it was made in."""
+    """Call `make` in a namespace, on a thread that enters it. A socket stays in the namespace it was made in."""
 
     def enter_and_make() -> T:
         enter_namespace(namespace)

@@ -18,22 +18,22 @@ from gossamer.lab.workers.placement import Node, check_per_node
 from gossamer.lab.workers.pool import WorkerPool
 
 Network = Literal["namespaces", "paced", "loopback"]
-PACE = "GOSSAMER_PACE"  # how a paced cluster tells its workers' transport the rates
-LOOK, LONGER_LOOKS = 0.25, (0.5, 1.0)  # seconds that a link is measured at the start; longer on a busy machine
+PACE = "GOSSAMER_PACE"  # the variable from which the transports of a paced cluster read the rates
+MEASURE_SECONDS, RETRY_SECONDS = 0.25, (0.5, 1.0)  # how long a link is measured; longer if the first result is off
 TOLERANCE = 0.2
 
 
 class LabCluster:
-    """Nodes joined by links of a given rate, on this machine, for as long as the context lasts.
+    """A cluster on this machine: nodes, links of given rates between them, and workers. Exists inside its context.
 
         with LabCluster(nodes=4, per_node=2, link="50mbit", links={(0, 3): "10mbit"}) as cluster:
-            results = cluster.run(fn, 1, 2)          # fn(rank, 1, 2) on 8 fresh workers, results by rank
-            with cluster.pool() as pool: ...         # or workers that stay
+            results = cluster.run(fn, 1, 2)          # fn(rank, 1, 2) on 8 new workers, results by rank
+            with cluster.pool() as pool: ...         # workers that stay
 
-    `network` says how the links are made, and labels every result (`describe()["network"]`):
-    - "namespaces": real TCP over shaped virtual links (Linux, root). Inside a node traffic is free.
-    - "paced": everything on loopback; the transport sleeps bytes/rate between nodes, as `pacing` tells it.
-    - "loopback": everything on loopback, links are free.
+    `network` says how the links are made, and is part of every result (`describe()["network"]`):
+    - "namespaces": real TCP over shaped virtual links (Linux, root). Traffic inside a node is not limited.
+    - "paced": all workers use loopback, and the transport sleeps bytes/rate between nodes (see `pacing`).
+    - "loopback": all workers use loopback, and links are not limited.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class LabCluster:
 
     @property
     def pacing(self) -> dict[str, Any] | None:
-        """What GOSSAMER_PACE holds, as JSON: the node of every rank, and rates in bits a second (null is free).
+        """The value of GOSSAMER_PACE: the node of every rank, and rates in bits per second (null: not limited).
 
-        `{"nodes": [0, 0, 1, 1], "link": 5e7, "links": {"0-1": 1e7}}`: a worker's exchange with a worker of another
-        node takes at least bytes * 8 / rate; `link` is shared by all workers of a node, in each direction.
+        `{"nodes": [0, 0, 1, 1], "link": 5e7, "links": {"0-1": 1e7}}`: sending to a worker of another node takes at
+        least bytes * 8 / rate; the workers of a node share `link`, in each direction.
         """
         if self.network != "paced":
             return None
@@ -92,7 +92,6 @@ class LabCluster:
             clean_up()
             self._namespaces = Namespaces(self.nodes, self.links)
             try:
-                self._namespaces.make()
                 if self.check:
                     self._check_bandwidth()
             except BaseException:
@@ -121,7 +120,7 @@ class LabCluster:
         setup: Callable[[int], Any] | None = None,
     ) -> WorkerPool:
         """A pool of workers on this cluster, which end with the cluster at the latest."""
-        self._need_up()
+        self._check_entered()
         pool = WorkerPool(
             per_node=self.per_node,
             nodes=self._nodes(),
@@ -135,7 +134,7 @@ class LabCluster:
         return pool
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
-        """`fn(rank, *args, **kwargs)` on fresh workers; results by rank. `stats` tells what the run cost."""
+        """Call `fn(rank, *args, **kwargs)` on new workers; return the results by rank. `stats` describes the run."""
         with self.pool(timeout=timeout, grace=0.2) as pool:
             results = pool.run(fn, *args, **kwargs)
             self.stats = pool.stats
@@ -148,24 +147,24 @@ class LabCluster:
 
         All nodes reach the process. Without the directory no worker can join.
         """
-        self._need_up()
+        self._check_entered()
         node = Node() if self._namespaces is None else Node(HUB_ADDRESS, BRIDGE, self._namespaces.hub)
         with WorkerPool(1, nodes=[node]) as pool:
             yield f"{node.address}:{pool.run(_host_directory, node.address)[0]}"
 
     def cut(self, node: int, *, silently: bool = False) -> None:
-        """Cut a node off: its link is down, or (silently) its packets get lost. Traffic inside the node goes on."""
-        self._faulty(node).cut(node, silently=silently)
+        """Cut a node off: its link goes down, or (silently) its packets are lost. Traffic inside the node continues."""
+        self._namespaces_with(node).cut(node, silently=silently)
 
     def mend(self, node: int) -> None:
-        """Join a node that was cut off to the others again."""
-        self._faulty(node).mend(node)
+        """Undo `cut`."""
+        self._namespaces_with(node).mend(node)
 
     def slow(self, node: int, rate: str | float | None) -> None:
-        """Give a node's link another rate in both directions; None restores its own."""
-        self._faulty(node).slow(node, parse_rate(rate))
+        """Change the rate of a node's link in both directions; None restores the original rate."""
+        self._namespaces_with(node).slow(node, parse_rate(rate))
 
-    def _faulty(self, node: int) -> Namespaces:
+    def _namespaces_with(self, node: int) -> Namespaces:
         if self._namespaces is None:
             raise LabUnavailable(f"links cannot be cut or slowed on network={self.network!r}; use namespaces")
         if not 0 <= node < self.nodes:
@@ -173,11 +172,11 @@ class LabCluster:
         return self._namespaces
 
     def traffic(self) -> list[dict[str, int]] | None:
-        """Bytes sent and received and packets dropped per node since the start, as the kernel counted them."""
+        """Bytes sent and received and packets dropped since the start, per node; None without namespaces."""
         return self._namespaces.traffic() if self._namespaces is not None else None
 
     def describe(self) -> dict[str, Any]:
-        """What a result must carry to be understood: the network it ran on, asked and measured."""
+        """The network, with requested and measured rates; belongs into every result."""
         return {
             "network": self.network,
             "nodes": self.nodes,
@@ -188,9 +187,9 @@ class LabCluster:
             "dropped_packets": self.dropped,
         }
 
-    def _need_up(self) -> None:
+    def _check_entered(self) -> None:
         if not self._entered:
-            raise InputError("this cluster is not up; use it inside `with LabCluster(...) as cluster:`")
+            raise InputError("this cluster is not running; use it inside `with LabCluster(...) as cluster:`")
 
     def _worker_env(self) -> dict[str, str]:
         return self.env if self.pacing is None else {**self.env, PACE: json.dumps(self.pacing)}
@@ -201,33 +200,33 @@ class LabCluster:
         return [Node(address(node), DEVICE, name) for node, name in enumerate(self._namespaces.names)]
 
     def _check_bandwidth(self) -> None:
-        """Measure both directions of a ring over the nodes and of every pair with a rate of its own."""
+        """Measure both directions of a ring over the nodes and of every pair with its own rate."""
         assert self._namespaces is not None
         names = self._namespaces.names
         ring = [(a, (a + 1) % self.nodes) for a in range(self.nodes) if self.nodes > 1]
-        asked: dict[Way, float] = {}
+        requested: dict[Way, float] = {}
         for a, b in (*ring, *self.links.pairs):
             rate = self.links.rate(a, b)
             if rate is not None:
-                asked[a, b] = asked[b, a] = rate
+                requested[a, b] = requested[b, a] = rate
 
-        def look(way: Way, seconds: float = LOOK) -> bool:
-            """Whether the way carries what was asked for."""
-            self.measured[way] = measure(names, way[0], way[1], asked[way], seconds)
-            return abs(self.measured[way] / asked[way] - 1) <= TOLERANCE
+        def is_right(way: Way, seconds: float = MEASURE_SECONDS) -> bool:
+            """Measure a way; whether its rate is the requested one."""
+            self.measured[way] = measure(names, way[0], way[1], requested[way], seconds)
+            return abs(self.measured[way] / requested[way] - 1) <= TOLERANCE
 
         off: list[Way] = []
         with ThreadPoolExecutor(self.nodes) as threads:
-            for batch in batches(asked):
-                off += [way for way, good in zip(batch, threads.map(look, batch), strict=True) if not good]
+            for batch in batches(requested):
+                off += [way for way, good in zip(batch, threads.map(is_right, batch), strict=True) if not good]
         for way in off:
-            for seconds in LONGER_LOOKS:
-                if look(way, seconds):
+            for seconds in RETRY_SECONDS:
+                if is_right(way, seconds):
                     break
             else:
                 raise LabUnavailable(
                     f"the link from node {way[0]} to node {way[1]} carries {format_rate(self.measured[way])} instead "
-                    f"of {format_rate(asked[way])}; use slower links and longer compute (both by the same factor), "
+                    f"of {format_rate(requested[way])}; use slower links and longer compute (both by the same factor), "
                     "or check=False"
                 )
 
@@ -237,7 +236,7 @@ class LabCluster:
             self.dropped = sum(node["dropped"] for node in traffic)
             if self.dropped:
                 warnings.warn(
-                    f"the lab's queues dropped {self.dropped} packets, so its links were slower than asked",
+                    f"the queues of the lab dropped {self.dropped} packets, so its links were slower than requested",
                     GossamerWarning,
                     stacklevel=3,
                 )
@@ -262,5 +261,7 @@ def _check_nodes(nodes: int | None, per_node: int | Sequence[int] | None) -> tup
     else:
         counts = check_per_node(None, [1 if per_node is None else per_node] * (1 if nodes is None else nodes))
     if nodes is not None and len(counts) != nodes:
-        raise InputError(f"workers per node {list(counts)} are for {len(counts)} nodes, not {nodes}; give one each")
+        raise InputError(
+            f"workers per node {list(counts)} are for {len(counts)} nodes, not {nodes}; give one number per node"
+        )
     return counts

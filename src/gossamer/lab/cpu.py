@@ -1,4 +1,4 @@
-"""How busy the cores were: an emulated result is worth nothing when the real CPU was the bottleneck."""
+"""Measure how busy the cores are: an emulated result is invalid if the real CPU was the bottleneck."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ STAT, OWN_GROUP, GROUPS = Path("/proc/stat"), Path("/proc/self/cgroup"), Path("/
 
 
 def usable_cores() -> float:
-    """How many cores this process may use: those of its affinity, or fewer by a control group's quota."""
+    """The number of cores that this process may use: those of its affinity, or fewer under a CPU quota."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quota = cpu_quota()
     return cores if quota is None else min(cores, quota[1])
 
 
 def cpu_quota() -> tuple[Path, float] | None:
-    """The tightest CPU quota (`cpu.max`) over this process: the control group that has it, and its cores."""
+    """The smallest CPU quota (`cpu.max`) that applies to this process: its control group, and the number of cores."""
     try:
         lines = OWN_GROUP.read_text().splitlines()
     except OSError:
@@ -29,7 +29,7 @@ def cpu_quota() -> tuple[Path, float] | None:
         return None
     found = []
     for group in (GROUPS / own, *(GROUPS / own).parents):
-        if group.is_relative_to(GROUPS) and (group / "cpu.max").is_file():  # the root has none
+        if group.is_relative_to(GROUPS) and (group / "cpu.max").is_file():  # the root group has none
             quota, period = (group / "cpu.max").read_text().split()
             if quota != "max":
                 found.append((group, int(quota) / int(period)))
@@ -38,8 +38,11 @@ def cpu_quota() -> tuple[Path, float] | None:
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """What the cores that this process may use did since boot, in jiffies. Stolen time counts as busy: the cores were
-    not ours to use. Under a CPU quota also the seconds that its control group `used`, and those it was `granted`."""
+    """Time since boot of the cores that this process may use, in jiffies.
+
+    Stolen time counts as busy, because the cores were not available. Under a CPU quota, `used` and `granted` are the
+    seconds that the control group has used and was allowed to use.
+    """
 
     busy: int
     total: int
@@ -48,21 +51,21 @@ class CpuTimes:
 
     @classmethod
     def now(cls) -> CpuTimes | None:
-        """None where there is no /proc/stat (not Linux)."""
+        """The times now; None without /proc/stat (not Linux)."""
         try:
             lines = [line.split() for line in STAT.read_text().splitlines() if line.startswith("cpu")]
         except OSError:
             return None
         own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         rows = [line for line in lines if line[0] in own]
-        if len(rows) < len(own):  # a container that numbers its cores anew
+        if len(rows) < len(own):  # a container may number its cores differently
             rows = lines[:1]
         values = [sum(int(row[at]) for row in rows) for at in range(1, 9)]
         idle = values[3] + values[4]
         return cls(sum(values) - idle, sum(values), *_quota_times())
 
     def use_until(self, later: CpuTimes) -> float:
-        """Fraction of these cores, or of the quota if that is nearer to its end, that was busy between two readings."""
+        """The fraction of the cores that was busy between two readings, or that of the quota if it is larger."""
         cores = (later.busy - self.busy) / max(1, later.total - self.total)
         granted = later.granted - self.granted
         return max(cores, (later.used - self.used) / granted) if granted > 0 else cores
@@ -78,7 +81,7 @@ def _quota_times() -> tuple[float, float]:
 
 
 class CpuMeter:
-    """`with CpuMeter() as cpu: ...` then `cpu.use` (0 to 1 of the cores we may use, or None) and `cpu.saturated`."""
+    """`with CpuMeter() as cpu: ...`, then `cpu.use` (0 to 1 of the usable cores, or None) and `cpu.saturated`."""
 
     use: float | None = None
 
@@ -97,7 +100,7 @@ class CpuMeter:
 
 @dataclass(frozen=True)
 class RunStats:
-    """What a run of the workers cost: `cpu_use` of the cores we may use, `cpu_seconds` of each worker by rank."""
+    """The cost of a run: `cpu_use` of the usable cores (0 to 1), and `cpu_seconds` of each worker by rank."""
 
     seconds: float
     cpu_use: float | None

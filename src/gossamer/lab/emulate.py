@@ -1,12 +1,12 @@
-"""An emulated accelerator: a model with real parameters and gradients whose computation is a sleep.
+"""An emulated accelerator: a model with real parameters and gradients that sleeps instead of computing.
 
 The forward pass takes a third and the backward pass two thirds of the step's compute time, spread evenly over the
-layers. Sleeping uses no CPU, so many workers fit on two cores, while exchanges, optimizer and network are real.
-Gradients become ready layer by layer, last layer first, as in a real backward pass: DDP's buckets overlap as ever.
+layers. Sleeping uses no CPU time, so many workers fit on two cores, while exchanges, optimizer and network are real.
+Gradients become ready layer by layer, last layer first, as in a real backward pass, so DDP can overlap its buckets.
 
 Time dilation: a result depends on the ratio of communication to compute, gamma = (bytes / bandwidth) / compute.
-Dividing the bandwidth and multiplying the compute time by the same factor leaves gamma, and hence every speed-up,
-as it was, and makes the CPU's share small.
+Dividing the bandwidth and multiplying the compute time by the same factor does not change gamma, hence no speedup, but
+reduces the share of the CPU.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from gossamer.errors import InputError
 
-FORWARD = 1 / 3  # share of the compute time; the backward pass has the rest
+FORWARD = 1 / 3  # share of the compute time; the backward pass takes the rest
 
 
 class PassTimer:
-    """Sleeps towards deadlines, so that overheads and late wake-ups do not add up over layers.
+    """Sleeps until points in time, so that overheads and late wake-ups do not add up over layers.
 
-    A pass (forward or backward) starts at `begin`; layer i of L ends no earlier than (i + 1) / L of its time later.
+    A pass (forward or backward) starts with `begin()`; layer i of L ends after (i + 1) / L of the time of the pass.
     """
 
     def __init__(self) -> None:
@@ -37,14 +37,14 @@ class PassTimer:
         self._begin = time.perf_counter()
 
     def sleep_until(self, seconds: float) -> None:
-        """Return `seconds` after `begin`, or at once if that has passed."""
+        """Return `seconds` after `begin`, or at once if that time has passed."""
         left = self._begin + seconds - time.perf_counter()
         if left > 0:
-            time.sleep(left)  # releases the GIL: communication threads go on
+            time.sleep(left)  # releases the GIL, so communication threads continue
 
 
 class _Sleep(torch.autograd.Function):
-    """Identity on the activation that takes time; its backward also hands every parameter a gradient."""
+    """Identity on the activation that sleeps; its backward pass also gives every parameter a gradient."""
 
     @staticmethod
     def forward(ctx: Any, activation: Tensor, layer: EmulatedLayer, *parameters: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class _Sleep(torch.autograd.Function):
         if done == 1:
             model.clock.begin()
         model.clock.sleep_until((1 - FORWARD) * model.step_seconds * done / model.depth)
-        # A constant gradient is as good as any for timing; fresh memory, because DDP and optimizers own theirs.
+        # For timing, a constant gradient is enough. Each needs new memory, because DDP and optimizers keep gradients.
         return (grad, None, *(torch.full_like(p, model.gradient) for p in layer.parameters()))
 
 
@@ -91,11 +91,11 @@ class EmulatedModel(nn.Module):
         table = ComputeTime(0.4, parse_jitter("lognormal:0.3")).sample(workers, steps, seed)
         model = EmulatedModel(model_mb=4, layers=8, seconds=table[:, rank])
         for _ in range(steps):
-            model().backward()          # the loss is a scalar; the input is made up unless given
+            model().backward()          # the loss is a scalar; the model needs no input
             optimizer.step(); optimizer.zero_grad()
 
-    The step counter advances with each forward pass in training mode; after the last entry the table starts over.
-    `reset()` sets it to the beginning, so that every method sees the same draw.
+    The step counter advances with each forward pass in training mode; after the last entry `seconds` starts over.
+    `reset()` sets the counter to the beginning, so that every method gets the same compute times.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class EmulatedModel(nn.Module):
         numel = round(model_mb * 1e6 / 4) if math.isfinite(model_mb) else 0
         if layers < 1 or numel < layers:
             raise InputError(
-                f"an emulated model needs at least a parameter (4 bytes) a layer, got {model_mb} MB in {layers} layers"
+                f"an emulated model needs at least one parameter per layer, got {model_mb} MB in {layers} layers"
             )
         times = [float(s) for s in ([seconds] if isinstance(seconds, int | float) else seconds)]
         if not times or not all(math.isfinite(s) and s >= 0 for s in times):
@@ -128,11 +128,11 @@ class EmulatedModel(nn.Module):
         return sum(p.numel() * p.element_size() for p in self.parameters())
 
     def reset(self) -> None:
-        """Start over with the first entry of the table."""
+        """Start over with the first entry of `seconds`."""
         self.step = -1
 
     def forward(self, batch: Tensor | None = None) -> Tensor:
-        """A scalar loss. `batch` is accepted for the sake of training loops and not looked at."""
+        """Return a scalar loss. `batch` is accepted because training loops pass one, and is ignored."""
         if self.training:
             self.step += 1
         activation = torch.zeros((), requires_grad=True)

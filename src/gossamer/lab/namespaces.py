@@ -1,8 +1,8 @@
-"""Network namespaces of the lab: made, joined by a bridge, shaped, checked, removed.
+"""Make, join and remove the network namespaces of the lab.
 
-Names are `gsm-PID-START-SERIAL-PART`: the launcher's pid and start time tell whether its owner is still alive, so
-what a killed run left behind is found and removed, and labs of several processes live side by side. The bridge has
-a namespace of its own: the host's network is never touched.
+Names are `gsm-PID-START-SERIAL-PART`. The pid and start time of the launcher show whether it is still alive, so the
+namespaces of a killed run are found and removed, and labs of several processes do not collide. The bridge has its own
+namespace, so the network of the host does not change.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from gossamer.errors import GossamerError
 from gossamer.lab.shaping import HUB_ADDRESS, LinkRates, address, reshape, shape
 
 PREFIX = "gsm-"
-DEVICE = "lab0"  # the interface of a node, the same name in each namespace
-BRIDGE = "br0"  # what joins them, in a namespace of its own with an address of its own
-DISABLED, FORWARDING = 0, 3  # states of a bridge's port: a disabled one drops what arrives, and nobody is told
+DEVICE = "lab0"  # the interface of a node, with the same name in every namespace
+BRIDGE = "br0"  # joins the nodes, in its own namespace and with its own address
+DISABLED, FORWARDING = 0, 3  # states of a port of the bridge; a disabled port drops packets silently
 NETNS = Path("/var/run/netns")
 CLONE_NEWNET = 0x40000000
 _serial = itertools.count()
 
 
 class LabUnavailable(GossamerError):
-    """This machine cannot make the shaped network that was asked for."""
+    """This machine cannot make the network that was requested."""
 
 
 def why_unavailable() -> str | None:
-    """Why network namespaces cannot be used here, or None if they can."""
+    """Why network namespaces cannot be used on this machine, as a sentence; None if they can."""
     remedy = 'use network="paced" (rates emulated in the transport) or network="loopback"'
     if sys.platform != "linux":
         return f"the lab's shaped links need Linux, this is {sys.platform}; {remedy}"
@@ -48,7 +48,7 @@ def why_unavailable() -> str | None:
 
 
 def start_time(pid: int | str) -> str | None:
-    """When a process started (kernel ticks): with the pid it names a process for good. None if there is none."""
+    """When a process started, in kernel ticks; with the pid this identifies a process. None if it does not run."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -57,7 +57,7 @@ def start_time(pid: int | str) -> str | None:
 
 
 def leftovers() -> list[str]:
-    """Namespaces of labs whose launcher no longer runs."""
+    """The namespaces of labs whose launcher no longer runs."""
     if not NETNS.is_dir():
         return []
     names = [p.name for p in NETNS.iterdir() if p.name.startswith(PREFIX) and p.name.count("-") == 4]
@@ -65,14 +65,14 @@ def leftovers() -> list[str]:
 
 
 def remove(names: Sequence[str]) -> None:
-    """Delete namespaces, and with them their devices and queues; those already gone do not matter."""
+    """Delete namespaces with their devices and queues; missing namespaces are ignored."""
     if names:
         batch = "".join(f"netns del {name}\n" for name in names)
         subprocess.run([_need("ip"), "-force", "-batch", "-"], input=batch, text=True, capture_output=True)
 
 
 def clean_up() -> list[str]:
-    """Remove what dead runs left behind, and say what it was."""
+    """Remove the namespaces of labs whose launcher no longer runs; return their names."""
     names = leftovers()
     remove(names)
     return names
@@ -91,7 +91,7 @@ def enter_namespace(name: str) -> None:
 
 
 class Namespaces:
-    """One namespace a node, and one for the bridge that joins them."""
+    """One namespace per node, and one for the bridge that joins them."""
 
     def __init__(self, nodes: int, links: LinkRates) -> None:
         self.links = links
@@ -99,8 +99,13 @@ class Namespaces:
         self.hub = f"{self.tag}-hub"
         self.names = [f"{self.tag}-n{node}" for node in range(nodes)]
         self._silenced: set[int] = set()
+        try:
+            self._make()
+        except BaseException:
+            self.remove()
+            raise
 
-    def make(self) -> None:
+    def _make(self) -> None:
         _batch("ip", None, [f"netns add {name}" for name in (self.hub, *self.names)])
         hub = [
             f"link add {BRIDGE} type bridge",
@@ -130,7 +135,7 @@ class Namespaces:
             _batch("tc", name, shape(DEVICE, self.links.default, self.links.of(node), "dst"))
 
     def cut(self, node: int, *, silently: bool) -> None:
-        """Let nothing through between a node and the others: the link down, or all packets lost without a sign."""
+        """Cut a node off from the others: its link goes down, or (silently) all its packets are lost."""
         if silently:
             self._silenced.add(node)
             _batch("bridge", self.hub, [f"link set dev port{node} state {DISABLED}"])
@@ -138,7 +143,7 @@ class Namespaces:
             _batch("ip", self.hub, [f"link set dev port{node} down"])
 
     def mend(self, node: int) -> None:
-        """Undo `cut`, of either kind."""
+        """Undo `cut`."""
         if node in self._silenced:
             self._silenced.remove(node)
             _batch("bridge", self.hub, [f"link set dev port{node} state {FORWARDING}"])
@@ -146,13 +151,13 @@ class Namespaces:
             _batch("ip", self.hub, [f"link set dev port{node} up"])
 
     def slow(self, node: int, rate: float | None) -> None:
-        """Give a node's link another rate for both directions; None restores what it was made with."""
+        """Change the rate of a node's link in both directions; None restores the original rate."""
         for inside, device, side in ((self.hub, f"port{node}", "src"), (self.names[node], DEVICE, "dst")):
             plain = shape(device, self.links.default, self.links.of(node), side)
             _batch("tc", inside, reshape(device, rate, plain))
 
     def remove(self) -> None:
-        """Remove all of it, even if Ctrl-C comes in between."""
+        """Remove all namespaces, even if Ctrl-C interrupts the removal."""
         try:
             self._remove()
         except KeyboardInterrupt:
@@ -163,7 +168,7 @@ class Namespaces:
         remove([name for name in (*self.names, self.hub) if (NETNS / name).exists()])
 
     def traffic(self) -> list[dict[str, int]]:
-        """Per node, what the kernel counted: bytes `sent` and `received`, and packets `dropped` either way."""
+        """What the kernel counted, per node: bytes `sent` and `received`, and packets `dropped` in both directions."""
         ports = {d["dev"]: d for d in _root_queues(self.hub)}
         counts = []
         for node, name in enumerate(self.names):
@@ -191,7 +196,7 @@ def _run(command: list[str], text: str | None) -> str:
         reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise LabUnavailable(
             f"the kernel refused the lab's network ({Path(command[0]).name}: {reason}); "
-            'network namespaces, veth, bridge, tbf and htb are needed, or use network="paced"'
+            'the kernel must support network namespaces, veth, bridge, tbf and htb; or use network="paced"'
         )
     return done.stdout
 

@@ -1,8 +1,8 @@
-"""Rates in words, and the `tc` commands that give a network device such a rate.
+"""Parse and format link rates, and make the `tc` commands that limit a network device to such a rate.
 
-A queue must be deep: a shallow one drops packets, and TCP then reaches half of the rate. A pair of nodes may have
-a rate of its own. If it is slower than the node's link it is a slow path behind that link, and its bytes count
-against both; if it is faster it is a cable of its own beside the link.
+Queues are deep, because a shallow queue drops packets and TCP then reaches half of the rate. A pair of nodes may have
+its own rate. If the pair is slower than the link of the node, its bytes count against both; if it is faster, it is a
+separate cable beside the link.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 from gossamer.errors import InputError
 
-QUEUE_BYTES = 256 << 20  # never reached: TCP's own buffers are smaller
-BURST_SECONDS = 0.005  # what may pass at once after a pause; below that the kernel's timer costs throughput
+QUEUE_BYTES = 256 << 20  # never reached: the buffers of TCP are smaller
+BURST_SECONDS = 0.005  # the burst after a pause; with a smaller one the kernel's timer costs throughput
 MIN_BURST = 16 << 10
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 RATE = re.compile(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(bit)?(?:/s)?", re.IGNORECASE)
-HUB_ADDRESS = "10.77.0.254"  # the bridge's: what is neither node nor worker listens there
-FREE = 1e12  # stands for "no limit" where a class needs a number
+HUB_ADDRESS = "10.77.0.254"  # the bridge: processes that belong to no node listen there
+FREE = 1e12  # bits per second; "no limit" where tc needs a number
 
 
 def parse_rate(rate: str | float | None) -> float | None:
-    """Bits a second from "50mbit", "2.5Gbit/s" or a number; None (no limit) from None or "none"."""
+    """Bits per second from "50mbit", "2.5Gbit/s" or a number; None (no limit) from None or "none"."""
     if rate is None or rate == "none":
         return None
     match = RATE.fullmatch(rate.strip()) if isinstance(rate, str) else None
@@ -37,7 +37,7 @@ def parse_rate(rate: str | float | None) -> float | None:
 
 
 def format_rate(bits: float | None) -> str:
-    """The way people and `parse_rate` write it: 50mbit."""
+    """A rate as `parse_rate` reads it, e.g. 50mbit."""
     if bits is None:
         return "none"
     unit = next(u for u in ("g", "m", "k") if bits >= UNITS[u] or u == "k")
@@ -46,7 +46,7 @@ def format_rate(bits: float | None) -> str:
 
 @dataclass(frozen=True)
 class LinkRates:
-    """The rate of every node's link, and of pairs (a < b) that differ, in bits a second; None is no limit."""
+    """The rate of every node's link, and of pairs (a < b) that differ, in bits per second; None is no limit."""
 
     default: float | None
     pairs: Mapping[tuple[int, int], float | None]
@@ -62,23 +62,23 @@ class LinkRates:
                 raise InputError(f"links are between two different nodes of 0 to {nodes - 1}, got {pair}")
             key = (min(pair), max(pair))
             if key in pairs and pairs[key] != parse_rate(rate):
-                raise InputError(f"the link {key} has two rates; give one, it holds in both directions")
+                raise InputError(f"the link {key} has two rates; give one rate, which holds in both directions")
             pairs[key] = parse_rate(rate)
         return cls(parse_rate(link), pairs)
 
     def rate(self, a: int, b: int) -> float | None:
-        """What a transfer between nodes a and b alone can reach."""
+        """The rate that one transfer between nodes a and b reaches if there is no other traffic."""
         return self.pairs.get((min(a, b), max(a, b)), self.default)
 
     def of(self, node: int) -> dict[int, float | None]:
-        """The exceptions that concern a node: peer -> rate."""
+        """The pairs of a node that differ: peer -> rate."""
         return {a + b - node: rate for (a, b), rate in self.pairs.items() if node in (a, b)}
 
 
 def shape(device: str, link: float | None, peers: Mapping[int, float | None], side: str) -> list[str]:
-    """`tc` batch lines for one direction: what leaves `device`, told apart by the peer's address.
+    """`tc` batch lines that shape what leaves `device`, by the address of the peer.
 
-    `side` is `dst` in the node (towards the peer) and `src` on the bridge's port (from the peer).
+    `side` is `dst` in a node (packets to the peer) and `src` on its port of the bridge (packets from the peer).
     """
     if not peers:
         return [] if link is None else [f"qdisc add dev {device} root {_tbf(link)}"]
@@ -105,14 +105,14 @@ def shape(device: str, link: float | None, peers: Mapping[int, float | None], si
 
 
 def reshape(device: str, rate: float | None, plain: list[str]) -> list[str]:
-    """`tc` batch lines that give a device that was made with the lines `plain` one rate, or (None) those again."""
+    """`tc` batch lines that limit a device to one rate; None restores the lines `plain` that it was made with."""
     if rate is not None:
         return [f"qdisc replace dev {device} root {_tbf(rate)}"]
     return [f"qdisc del dev {device} root", *plain]
 
 
 def address(node: int) -> str:
-    """The node's address, known inside the lab's own namespaces only."""
+    """The address of a node, which exists only inside the namespaces of the lab."""
     return f"10.77.0.{node + 1}"
 
 

@@ -1,16 +1,16 @@
-"""Run methods beside each other in the lab: a sweep for everyone's best bucket size, then repeats in turn.
+"""Measure several methods in the lab: first a sweep for the best bucket size of each, then interleaved repeats.
 
-    results = run_bench(Setup(), parse_list("ddp,dadam:aer"), steps=20, repeats=3)
+    results = run_bench(Setup(), parse_list("ddp,dadam:aer"), BenchPlan(steps=20, repeats=3))
 
-Repeats are interleaved (A B C, A B C, ...), so that the machine's noise hits all methods alike, and every method sees
-the same compute times.
+Repeats are interleaved (A B C, A B C, ...), so that noise of the machine affects all methods alike, and every method
+gets the same compute times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,54 +37,50 @@ from gossamer.trace import Span, Trace, merge
 WARMUP = 5
 SWEEP_STEPS, SWEEP_WARMUP = 6, 3
 TRACE_STEPS = 10
-START_SECONDS = 2.0  # of a run: a process group, connections, buffers
-Progress = Callable[[str, int, int], None]  # what is done now, how many runs are done, of how many
-
-
-USUAL = {"staleness": 0, "every": 1}  # settings that are the defaults of every policy
+START_SECONDS = 2.0  # estimate for the start of a run: process group, connections, buffers
+Progress = Callable[[str, int, int], None]  # called with the current run, the number of runs done, and their total
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPlan:
-    """How to measure. `bucket_mb` spares the sweep; `seconds` runs each method for a time instead of `steps`."""
+    """How to measure."""
 
     steps: int = 20
     repeats: int = 3
-    seconds: float | None = None
+    seconds: float | None = None  # run each method for this long instead of for `steps`
     seed: int = 0
-    bucket_mb: float | None = None
+    bucket_mb: float | None = None  # MiB, for all methods; None finds the best size of each by a sweep
     sweep_steps: int = SWEEP_STEPS
-    sweep_buckets: tuple[int, ...] = BUCKETS  # how many buckets are tried, beside each package's own choice
+    sweep_buckets: tuple[int, ...] = BUCKETS  # numbers of buckets to try, besides each package's default size
     warmup: int = WARMUP
     trace: Path | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # staleness, every: for Gossamer's methods
+    staleness: int = 0  # of Gossamer's synchronous methods
+    every: int = 1  # of Gossamer's synchronous methods
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("repeats", 1), ("warmup", 3), ("sweep_steps", 0)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be at least {least}, got {getattr(self, name)}; pass a positive number")
+        least = {"steps": 1, "repeats": 1, "warmup": 3, "sweep_steps": 0, "staleness": 0, "every": 1}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise InputError(f"{name} must be at least {smallest}, got {getattr(self, name)}; pass a larger number")
         if self.seconds is not None and not 0 < self.seconds < 86400:
             raise InputError(f"seconds must be more than 0 and less than a day, got {self.seconds}; pass e.g. 30")
         if self.bucket_mb is not None and not 0 < self.bucket_mb < 1e6:
             raise InputError(f"bucket_mb must be a positive number of MiB, got {self.bucket_mb}; pass e.g. 0.5")
         if self.seed < 0:
             raise InputError(f"the seed must be at least 0, got {self.seed}; pass e.g. 0")
-        for name, least in (("staleness", 0), ("every", 1)):
-            if self.options.get(name, least) < least:
-                raise InputError(f"{name} must be at least {least}, got {self.options[name]}; leave it out for {least}")
 
     def table(self, setup: Setup) -> Table:
-        """Compute times [steps, workers] of a run, warm-up included; it starts over at its end."""
+        """Compute times [steps, workers] of a run, warm-up included; a longer run starts over with the first row."""
         return setup.table(self.warmup + (self.steps if self.seconds is None else 4096), self.seed)
 
     def sizes(self, method: Method, setup: Setup) -> tuple[float | None, ...]:
-        """The bucket sizes in question; a sweep decides if there are several."""
+        """The bucket sizes to try; with more than one, a sweep finds the best."""
         if self.bucket_mb is not None:
             return (self.bucket_mb,)
         return bucket_sizes(method, setup, self.sweep_buckets if self.sweep_steps else ())
 
     def runs(self, method: Method, setup: Setup) -> list[int]:
-        """The steps of each of a method's runs, warm-up included; with `seconds`, those of the warm-up."""
+        """The number of steps of each run of a method, warm-up included; with `seconds` only those of the warm-up."""
         tried = len(self.sizes(method, setup))
         sweep = [SWEEP_WARMUP + self.sweep_steps] * (tried if tried > 1 else 0)
         timeline = [] if self.trace is None else [self.warmup + TRACE_STEPS]
@@ -98,10 +94,11 @@ class _Bench:
         self.table = plan.table(setup)
         self.columns = tuple(tuple(map(float, column)) for column in self.table.T)
 
-    def task(self, method: Method, bucket_mb: float | None, **changes: Any) -> MethodRun:
+    def method_run(self, method: Method, bucket_mb: float | None, **changes: Any) -> MethodRun:
         plan = self.plan
-        gossips = method.package == "gossamer" and method.algorithm != "ddp"
-        options = {k: v for k, v in plan.options.items() if v != USUAL.get(k)} if gossips else {}
+        # Asynchronous algorithms have neither setting and refuse other values than the defaults.
+        options = {"staleness": plan.staleness} if plan.staleness else {}
+        options |= {"every": plan.every} if plan.every > 1 else {}
         made = MethodRun(
             method,
             self.setup,
@@ -113,31 +110,32 @@ class _Bench:
             options=options,
         )
         made = replace(made, **changes)
-        return replace(made, timeout=self.patience(made))
+        return replace(made, timeout=self.timeout(made))
 
-    def run(self, what: str, task: MethodRun) -> list[dict[str, Any]]:
-        self.progress(f"{task.method}: {what}", self.done, self.total)
-        told = self.pool.run(work, task, timeout=2 * task.timeout)  # a worker says first whom it waits for
+    def measure(self, what: str, run: MethodRun) -> list[dict[str, Any]]:
+        self.progress(f"{run.method}: {what}", self.done, self.total)
+        # Twice the timeout of the workers: their own error, which names the peer, comes first.
+        answers = self.pool.run(work, run, timeout=2 * run.timeout)
         self.done += 1
-        return told
+        return answers
 
-    def patience(self, task: MethodRun) -> float:
-        """Far longer than any method should need: compute and a whole all-reduce, one after the other, five times."""
+    def timeout(self, run: MethodRun) -> float:
+        """A limit that no method should reach: five times the compute and an all-reduce of the model, in every step."""
         rates = [r for r in (self.setup.rates.default, *self.setup.rates.pairs.values()) if r is not None]
         step = float(self.table.max()) + (2 * self.setup.model_bytes * 8 / min(rates) if rates else 0.0)
-        steps = task.warmup + task.steps + 5
-        return 120.0 + 5 * steps * step + (task.seconds or 0.0)
+        steps = run.warmup + run.steps + 5
+        return 120.0 + 5 * steps * step + (run.seconds or 0.0)
 
     def best_bucket(self, method: Method) -> tuple[float | None, list[dict[str, Any]]]:
-        """The fastest bucket size of a short sweep, and the sweep."""
+        """The bucket size that is fastest in a short sweep, and the sweep."""
         sizes = self.plan.sizes(method, self.setup)
         if len(sizes) == 1:
             return sizes[0], []
         tried: list[dict[str, Any]] = []
         for size in sizes:
-            task = self.task(method, size, steps=self.plan.sweep_steps, seconds=None, warmup=SWEEP_WARMUP)
-            told = self.run(f"buckets of {size:.3g} MiB" if size else "its own buckets", task)
-            tried.append({"bucket_mb": size, "step_ms": 1e3 * step_seconds(told)})
+            run = self.method_run(method, size, steps=self.plan.sweep_steps, seconds=None, warmup=SWEEP_WARMUP)
+            answers = self.measure(f"buckets of {size:.3g} MiB" if size else "default buckets", run)
+            tried.append({"bucket_mb": size, "step_ms": 1e3 * step_seconds(answers)})
         best = min(tried, key=lambda t: float(t["step_ms"]))
         return best["bucket_mb"], tried
 
@@ -145,7 +143,10 @@ class _Bench:
 def run_bench(
     setup: Setup, methods: Sequence[Method], plan: BenchPlan | None = None, progress: Progress = lambda *_: None
 ) -> dict[str, Any]:
-    """`{"results": [...], "cluster": {...}, ...}` of all methods; with `plan.trace` also one timeline a method."""
+    """Measure all methods; return `{"results": [...], "cluster": {...}, ...}`.
+
+    With `plan.trace`, each method also writes a timeline to that folder.
+    """
     plan = plan or BenchPlan()
     refused = _refused(setup, methods)
     with setup.cluster() as cluster, cluster.pool() as pool:
@@ -155,8 +156,11 @@ def run_bench(
 
 
 def expected(setup: Setup, methods: Sequence[Method], plan: BenchPlan) -> tuple[int, float]:
-    """How many runs a benchmark has, and how many seconds they take at least: every step at its limit, DDP's by the
-    bytes of a ring, gossip's by compute alone, and for every run its start and the model's way to all nodes."""
+    """The number of runs of a benchmark, and the least number of seconds that they take.
+
+    Every step is counted at its limit (DDP: the bytes of a ring all-reduce; gossip: compute alone), and every run with
+    its start and the time to send the model to all nodes.
+    """
     refused, table, rate = _refused(setup, methods), plan.table(setup), setup.rates.default
     start = START_SECONDS + (2 * setup.model_bytes * 8 / rate if rate is not None and len(setup.per_node) > 1 else 0.0)
     count, seconds = 0, 0.0
@@ -171,7 +175,7 @@ def expected(setup: Setup, methods: Sequence[Method], plan: BenchPlan) -> tuple[
 
 
 def _refused(setup: Setup, methods: Sequence[Method]) -> dict[Method, str]:
-    """The methods that cannot take part, and why."""
+    """The methods that cannot be measured, and why."""
     if not methods:
         raise InputError("there is nothing to compare; name at least one method, e.g. ddp,dadam:aer")
     names = [str(m) for m in methods]
@@ -182,27 +186,29 @@ def _refused(setup: Setup, methods: Sequence[Method]) -> dict[Method, str]:
 
 def _measure(bench: _Bench, methods: Sequence[Method], refused: dict[Method, str]) -> list[dict[str, Any]]:
     plan = bench.plan
-    taking_part = [m for m in methods if m not in refused]
-    bench.total = sum(len(plan.runs(m, bench.setup)) for m in taking_part)
+    measured = [m for m in methods if m not in refused]
+    bench.total = sum(len(plan.runs(m, bench.setup)) for m in measured)
     buckets: dict[Method, float | None] = {}
     sweeps: dict[Method, list[dict[str, Any]]] = {}
-    runs: dict[Method, list[list[dict[str, Any]]]] = {m: [] for m in taking_part}
-    drawn: dict[Method, list[int]] = {}  # where each worker's measured steps begin in the timeline
+    runs: dict[Method, list[list[dict[str, Any]]]] = {m: [] for m in measured}
+    first_steps: dict[Method, list[int]] = {}  # by worker: the first measured step in the timeline
 
-    for method in taking_part:
+    for method in measured:
         with _may_refuse(method, refused):
             buckets[method], sweeps[method] = bench.best_bucket(method)
     for repeat in range(plan.repeats):
-        for method in taking_part:
+        for method in measured:
             if method not in refused:
                 with _may_refuse(method, refused):
-                    runs[method].append(bench.run(f"repeat {repeat + 1}", bench.task(method, buckets[method])))
+                    runs[method].append(
+                        bench.measure(f"repeat {repeat + 1}", bench.method_run(method, buckets[method]))
+                    )
     if plan.trace is not None:
-        for method in taking_part:
+        for method in measured:
             if method not in refused:
-                where = str(trace_folder(plan.trace, method))
-                task = bench.task(method, buckets[method], steps=TRACE_STEPS, seconds=None, trace=where)
-                drawn[method] = [t["warmed"] for t in bench.run("timeline", task)]
+                folder = str(trace_folder(plan.trace, method))
+                run = bench.method_run(method, buckets[method], steps=TRACE_STEPS, seconds=None, trace=folder)
+                first_steps[method] = [answer["warmed"] for answer in bench.measure("timeline", run)]
     results: list[dict[str, Any]] = []
     for method in methods:
         if method in refused:
@@ -210,7 +216,7 @@ def _measure(bench: _Bench, methods: Sequence[Method], refused: dict[Method, str
             continue
         compute = compute_seconds(method, bench.table[plan.warmup :])
         made = summarize(method, bench.setup, runs[method], compute, buckets[method], usable_cores())
-        made |= {"timeline_from": drawn[method]} if method in drawn else {}
+        made |= {"timeline_from": first_steps[method]} if method in first_steps else {}
         results.append({**made, "sweep": sweeps[method], "runs": runs[method]})
     add_speedups(results)
     return results
@@ -218,7 +224,7 @@ def _measure(bench: _Bench, methods: Sequence[Method], refused: dict[Method, str
 
 @contextmanager
 def _may_refuse(method: Method, refused: dict[Method, str]) -> Iterator[None]:
-    """What the user could put right (a topology that does not fit the layout) concerns one method, not the others."""
+    """Skip a method whose settings the user has to correct (a topology that does not fit the layout, for example)."""
     try:
         yield
     except WorkerFailed as error:
@@ -237,7 +243,8 @@ def _report(setup: Setup, plan: BenchPlan, cluster: LabCluster, results: list[di
             "seconds": plan.seconds,
             "seed": plan.seed,
             "warmup": plan.warmup,
-            **plan.options,
+            "staleness": plan.staleness,
+            "every": plan.every,
         },
         "ideal": ideal(plan.table(setup)[plan.warmup :]),
     }
@@ -248,7 +255,7 @@ def trace_folder(trace: Path, method: Method | str) -> Path:
 
 
 def timeline(folder: Path, label: str, first: Sequence[int], steps: int = TRACE_STEPS) -> Trace:
-    """The measured timeline of a method, from time 0: of every worker the steps from its `first` on."""
+    """The measured timeline of a method, starting at time 0, with `steps` steps of every worker from its `first` on."""
     whole = merge(folder)
     inside = [s for s in whole.spans if 0 <= s.attrs.get("step", -1) - first[s.worker] < steps]
     if not inside:

@@ -1,4 +1,4 @@
-"""What a benchmark runs on: the lab's cluster, the emulated model, and bucket sizes worth trying."""
+"""The cluster and the emulated model of a benchmark, and the bucket sizes to try."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from gossamer.predict.predict import derived
 
 MiB = 2**20
 MODEL_MB = 4.0
-BUCKETS = (16, 8, 4, 2)  # how many buckets are tried
-SECONDS_A_WORKER = 0.05  # compute of a dilated cluster's step: two cores then stay below half busy
-DECENT_DP = {
+BUCKETS = (16, 8, 4, 2)  # numbers of buckets to try
+SECONDS_PER_WORKER = 0.05  # compute time of a dilated cluster: two cores then stay less than half busy
+DECENT_DP = {  # names of topologies in Decent-DP
     "aer": "alternating-exp-ring",
     "one-peer-exponential": "one-peer-exp",
     "ring": "ring",
@@ -31,7 +31,7 @@ DECENT_DP = {
 
 @dataclass(frozen=True)
 class Setup:
-    """One cluster and one model. Rates as `gossamer.lab` reads them; `dilation` says what a preset was scaled by."""
+    """One cluster and one model. Rates are written as for `LabCluster`; `compute` is the mean in seconds per step."""
 
     per_node: tuple[int, ...] = (2, 2, 2, 2)
     link: str | float | None = "50mbit"
@@ -42,8 +42,8 @@ class Setup:
     layers: int = 8
     network: Network = "namespaces"
     name: str = ""
-    dilation: Mapping[str, float] = field(default_factory=dict)
-    means: tuple[float, ...] = ()  # of each worker relative to `compute`, where they differ
+    dilation: Mapping[str, float] = field(default_factory=dict)  # the factors by which a preset was scaled
+    means: tuple[float, ...] = ()  # each worker's mean compute time relative to `compute`; empty: all are equal
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.compute) and self.compute >= 0):
@@ -53,7 +53,7 @@ class Setup:
         if not 1 <= self.layers <= 4096:
             raise InputError(f"the model must have 1 to 4096 layers, got {self.layers}; pass e.g. 8")
         parse_jitter(self.jitter)
-        self.cluster()  # says what is wrong with nodes and rates before anything starts
+        self.cluster()  # checks nodes and rates
 
     @property
     def n(self) -> int:
@@ -65,19 +65,19 @@ class Setup:
 
     @property
     def rates(self) -> LinkRates:
-        """In bits a second."""
+        """The rates of the links in bits per second."""
         return LinkRates.parse(len(self.per_node), self.link, self.links)
 
     def cluster(self) -> LabCluster:
         return LabCluster(per_node=self.per_node, link=self.link, links=self.links, network=self.network)
 
     def table(self, steps: int, seed: int) -> Table:
-        """Compute times [steps, workers]; equal for all methods."""
+        """Compute times [steps, workers], the same for all methods."""
         drawn = ComputeTime(self.compute, parse_jitter(self.jitter)).sample(self.n, steps, seed)
         return drawn * self.means if self.means else drawn
 
     def gamma(self) -> float | None:
-        """A ring all-reduce's time over the compute time: 2 (n-1)/n S bytes leave every node."""
+        """γ: the time of a ring all-reduce, in which 2 (n-1)/n S bytes leave every node, over the compute time."""
         rate = self.rates.default
         if rate is None or not self.compute or len(self.per_node) == 1:
             return None
@@ -96,11 +96,11 @@ class Setup:
 
 
 def dilated(cluster: Description, *, compute: float | None = None, model_mb: float | None = None) -> Setup:
-    """A described cluster at the lab's scale: fewer bytes, longer compute, slower links, the same γ.
+    """Scale a described cluster to the lab: a smaller model, longer compute, slower links, the same γ.
 
-    The step computes for 0.05 s times the number of workers, and the model has 4 MB, unless told otherwise. The link is
-    then the one over which a ring all-reduce takes γ compute times: 2 (n-1)/n S / (γ c). Latency, the limit of one
-    connection, and links inside a node are not emulated. Pairs keep their ratio to the other links.
+    By default a step computes for 0.05 s times the number of workers, and the model has 4 MB. The rate of the links
+    follows from γ, the time of a ring all-reduce over the compute time c: 2 (n-1)/n S / (γ c). Pairs keep their ratio
+    to the other links. Latency, the limit of one connection, and links inside a node are not emulated.
     """
     if cluster.compute.samples is not None:
         raise InputError("a cluster with compute.samples has no jitter to emulate; use jitter = 'replay:FILE'")
@@ -110,7 +110,7 @@ def dilated(cluster: Description, *, compute: float | None = None, model_mb: flo
     setup = Setup(
         per_node=layout.per_node,
         link=None,
-        compute=SECONDS_A_WORKER * layout.n if compute is None else compute,
+        compute=SECONDS_PER_WORKER * layout.n if compute is None else compute,
         jitter=cluster.compute.jitter,
         model_mb=MODEL_MB if model_mb is None else model_mb,
         name=cluster.name,
@@ -131,7 +131,7 @@ def dilated(cluster: Description, *, compute: float | None = None, model_mb: flo
 
 
 def parse_links(text: str) -> dict[tuple[int, int], str]:
-    """`0-3=10mbit,1-2=none` as the lab's `links`."""
+    """Parse `0-3=10mbit,1-2=none` into the argument `links` of `LabCluster`."""
     made: dict[tuple[int, int], str] = {}
     for piece in filter(None, (p.strip() for p in text.split(","))):
         pair, equals, rate = piece.partition("=")
@@ -152,25 +152,24 @@ def format_links(setup: Setup) -> str:
 
 
 def bucket_sizes(method: Method, setup: Setup, counts: Sequence[int] = BUCKETS) -> tuple[float | None, ...]:
-    """Bucket sizes in MiB to try: `counts` buckets, as far as they differ; first the package's own choice.
+    """Bucket sizes in MiB to try: first the default of the package, then sizes that give `counts` buckets.
 
-    Asynchronous methods exchange the whole model and wait for no bucket: there is nothing to choose.
-
-    DDP and Decent-DP close a bucket with the parameter that fills it and cut none, so there are no more buckets than
-    layers. Sizes are a hundredth smaller, so that whole layers fill their bucket and not one more.
+    Asynchronous methods exchange the whole model at once, so they have no size to choose. DDP and Decent-DP do not cut
+    parameters: the parameter that fills a bucket closes it, so there are at most as many buckets as layers. Their sizes
+    are 1 % smaller, so that a bucket takes whole layers and not one layer more.
     """
     whole = setup.model_bytes / MiB
     if method.asynchronous:
         return (None,)
     if method.package != "gossamer":
         counts = sorted({min(c, setup.layers) for c in counts}, reverse=True)
-        own = 25.0  # the default of both
+        own = 25.0  # the default of both packages
         return (own, *(0.99 * whole / c for c in counts if 0.99 * whole / c < own and c > 1))
-    return (None, *(1.01 * whole / c for c in counts))  # Gossamer cuts parameters: a little larger, for one less
+    return (None, *(1.01 * whole / c for c in counts))  # Gossamer cuts parameters; 1 % larger avoids a tiny last bucket
 
 
 def why_not(method: Method, setup: Setup) -> str | None:
-    """Why a peer cannot take part, in a sentence; None when it can."""
+    """Why a method of another package cannot be measured here, as a sentence; None if it can."""
     if method.package != "decent-dp":
         return None
     missing = [name for name in ("decent_dp", "numpy") if importlib.util.find_spec(name) is None]

@@ -1,4 +1,4 @@
-"""From what the workers tell to what a reader wants: step time, speed-up, multiple of the limit, waiting."""
+"""Compute results from the answers of the workers: step time, speedup, multiple of the limit, waiting time."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from gossamer.lab.cpu import SATURATED
 from gossamer.predict.compute import Table
 from gossamer.predict.methods import WIRES, Method, parse
 
-Answers = Sequence[Mapping[str, Any]]  # by rank, as `bench_worker.work` returns it
+Answers = Sequence[Mapping[str, Any]]  # by rank: what `bench.worker.work` returned
 
 
-def step_seconds(told: Answers, *, asynchronous: bool = False) -> float:
-    """Seconds a step: from the moment the last worker had ended its warm-up until the last one was done.
+def step_seconds(answers: Answers, *, asynchronous: bool = False) -> float:
+    """Seconds per step, from the time when the last worker ended its warm-up until the last worker was done.
 
-    Where workers take different numbers of steps in a given time, over the mean number. Asynchronous workers have
-    windows of their own: n / sum(steps_i / time_i), one over the mean of their rates.
+    If the workers took different numbers of steps, the mean number counts. Each asynchronous worker has its own window,
+    and the result is one over the mean of their rates: n / sum(steps_i / time_i).
     """
     if asynchronous:
-        return len(told) / max(1e-9, sum(steps_per_second(told)))
-    begin, end = max(t["begin"] for t in told), max(t["end"] for t in told)
-    return float((end - begin) / max(1.0, statistics.fmean(t["steps"] for t in told)))
+        return len(answers) / max(1e-9, sum(steps_per_second(answers)))
+    begin, end = max(t["begin"] for t in answers), max(t["end"] for t in answers)
+    return float((end - begin) / max(1.0, statistics.fmean(t["steps"] for t in answers)))
 
 
-def steps_per_second(told: Answers) -> list[float]:
-    """Each worker's own rate."""
-    return [t["steps"] / max(1e-9, t["end"] - t["begin"]) for t in told]
+def steps_per_second(answers: Answers) -> list[float]:
+    """The rate of each worker."""
+    return [t["steps"] / max(1e-9, t["end"] - t["begin"]) for t in answers]
 
 
 def compute_seconds(method: Method, table: Table) -> float:
-    """What compute alone allows a step: the mean; of asynchronous workers n / sum(1 / c_i), c_i each one's own mean."""
+    """The step time if only compute took time: the mean, or for asynchronous methods the harmonic mean over workers."""
     if not method.asynchronous:
         return float(table.mean())
     own = table.mean(axis=0)
@@ -44,8 +44,8 @@ def compute_seconds(method: Method, table: Table) -> float:
 
 
 def ideal(table: Table) -> dict[str, float | None]:
-    """What jitter alone allows: DDP the slowest worker's compute of every step, gossip the mean, asynchronous gossip
-    the harmonic mean over workers."""
+    """Step times if links were free: DDP needs the compute time of the slowest worker in every step, gossip the mean,
+    asynchronous gossip the harmonic mean over workers."""
     slowest, mean = float(np.mean(table.max(axis=1))), float(table.mean())
     own_pace = compute_seconds(parse("ad-psgd"), table)
     return {
@@ -59,8 +59,10 @@ def ideal(table: Table) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class NodeTraffic:
-    """Bytes a step. `busiest` is the most that any node's interface carries in one direction; `counted` says by whom:
-    the kernel (headers included), Gossamer's counters (payload), or a formula (payload)."""
+    """Bytes per step between nodes. `busiest` is the largest number in one direction of any node's interface.
+
+    `counted` says by what: the kernel (headers included), Gossamer's engine (payload), or a formula (payload).
+    """
 
     busiest: float
     mean: float
@@ -68,28 +70,28 @@ class NodeTraffic:
     counted: str
 
 
-def traffic(method: Method, setup: Setup, told: Answers) -> NodeTraffic | None:
-    """What crossed between nodes; None where nothing counts it (a peer on loopback).
+def traffic(method: Method, setup: Setup, answers: Answers) -> NodeTraffic | None:
+    """The bytes that were sent between nodes; None if nothing counted them (another package on loopback).
 
-    A step is a worker's own, or, where each has its own pace, the mean one: `step_seconds` of its window.
+    They are per step of the worker that sent them, or for asynchronous methods per mean step, `step_seconds` long.
     """
     nodes = [node for node, count in enumerate(setup.per_node) for _ in range(count)]
     if len(setup.per_node) == 1:
         return NodeTraffic(0.0, 0.0, {}, "one node")
-    steps = [max(1.0, t["steps"]) for t in told]
+    steps = [max(1.0, t["steps"]) for t in answers]
     if method.asynchronous:
-        step = step_seconds(told, asynchronous=True)
-        steps = [max(1.0, (t["end"] - t["begin"]) / step) for t in told]
+        step = step_seconds(answers, asynchronous=True)
+        steps = [max(1.0, (t["end"] - t["begin"]) / step) for t in answers]
     pairs: defaultdict[tuple[int, int], float] = defaultdict(float)  # (from, to)
     sent = dict.fromkeys(range(len(setup.per_node)), 0.0)
-    for rank, t in enumerate(told):
+    for rank, t in enumerate(answers):
         for peer, size in t["sent"].items():
             if nodes[peer] != nodes[rank]:
                 pairs[nodes[rank], nodes[peer]] += size / steps[rank]
                 sent[nodes[rank]] += size / steps[rank]
     firsts = [nodes.index(node) for node in range(len(setup.per_node))]
-    if all(told[r]["interface"] is not None for r in firsts):
-        ways = [[told[r]["interface"][way] / steps[r] for r in firsts] for way in ("sent", "received")]
+    if all(answers[r]["interface"] is not None for r in firsts):
+        ways = [[answers[r]["interface"][way] / steps[r] for r in firsts] for way in ("sent", "received")]
         return NodeTraffic(max(max(w) for w in ways), statistics.fmean(ways[0]), dict(pairs), "kernel")
     if pairs:
         received: defaultdict[int, float] = defaultdict(float)
@@ -102,13 +104,13 @@ def traffic(method: Method, setup: Setup, told: Answers) -> NodeTraffic | None:
 
 
 def all_reduced(setup: Setup, method: Method) -> NodeTraffic:
-    """A ring all-reduce of the whole model: 2 (n-1)/n S bytes leave every node."""
+    """The traffic of a ring all-reduce of the whole model: 2 (n-1)/n S bytes leave every node."""
     size = 2 * (setup.n - 1) / setup.n * setup.model_bytes * WIRES[method.wire] / 4
     return NodeTraffic(size, size, {}, "formula")
 
 
 def limit_seconds(setup: Setup, compute: float, moved: NodeTraffic | None) -> tuple[float, str]:
-    """max(compute, bytes / bandwidth) over the nodes' interfaces and the pairs with a rate of their own."""
+    """max(compute, bytes / bandwidth) over all nodes and pairs of nodes with their own rate, and which it is."""
     rates = setup.rates
     causes = [(compute, "compute")]
     if moved is not None and rates.default is not None:
@@ -121,33 +123,35 @@ def limit_seconds(setup: Setup, compute: float, moved: NodeTraffic | None) -> tu
     return max(causes)
 
 
-def waiting(told: Answers) -> dict[str, float]:
-    """Milliseconds a step that a worker stands still, by cause, the mean over workers; dearest first."""
+def waiting(answers: Answers) -> dict[str, float]:
+    """Milliseconds per step that a worker waits, by cause, as a mean over workers; the largest first."""
     total: defaultdict[str, float] = defaultdict(float)
-    for t in told:
+    for t in answers:
         for cause, seconds in t["waited"].items():
-            total[cause] += 1e3 * seconds / max(1, t["steps"]) / len(told)
+            total[cause] += 1e3 * seconds / max(1, t["steps"]) / len(answers)
     return dict(sorted(((c, round(ms, 3)) for c, ms in total.items() if ms > 0.0005), key=lambda item: -item[1]))
 
 
 def summarize(
     method: Method, setup: Setup, runs: Sequence[Answers], compute: float, bucket_mb: float | None, cores: float
 ) -> dict[str, Any]:
-    """One entry of `results` from a method's repeats; `compute` is its `compute_seconds`."""
-    samples = [step_seconds(told, asynchronous=method.asynchronous) for told in runs]
+    """One entry of `results` from the repeats of a method; `compute` is its `compute_seconds`."""
+    samples = [step_seconds(answers, asynchronous=method.asynchronous) for answers in runs]
     step = statistics.median(samples)
-    moved = [traffic(method, setup, told) for told in runs]
+    moved = [traffic(method, setup, answers) for answers in runs]
     counted = [m for m in moved if m is not None]
     middle = sorted(counted, key=lambda m: m.busiest)[len(counted) // 2] if counted else None
     limit, by = limit_seconds(setup, compute, middle)
-    use = [told[0]["cpu_use"] for told in runs if told[0]["cpu_use"] is not None]
+    use = [answers[0]["cpu_use"] for answers in runs if answers[0]["cpu_use"] is not None]
     busy = use != [] and max(use) > SATURATED
-    own = [sum(t["own_cpu_seconds"] / max(1e-9, t["end"] - t["begin"]) for t in told) / cores for told in runs]
+    own = [sum(t["own_cpu_seconds"] / max(1e-9, t["end"] - t["begin"]) for t in answers) / cores for answers in runs]
     waits: defaultdict[str, list[float]] = defaultdict(list)
-    for told in runs:
-        for cause, ms in waiting(told).items():
+    for answers in runs:
+        for cause, ms in waiting(answers).items():
             waits[cause].append(ms)
-    by_worker = [statistics.median(rates) for rates in zip(*(steps_per_second(told) for told in runs), strict=True)]
+    by_worker = [
+        statistics.median(rates) for rates in zip(*(steps_per_second(answers) for answers in runs), strict=True)
+    ]
     return {
         "method": str(method),
         "step_ms": 1e3 * step,
@@ -172,13 +176,13 @@ def summarize(
 
 
 def _skipped(runs: Sequence[Answers]) -> float | None:
-    """How many of the steps went on without mixing (staleness)."""
-    counts = [(t["skipped_mixes"], t["steps"]) for told in runs for t in told if t["skipped_mixes"] is not None]
+    """The share of steps that were taken without mixing (staleness)."""
+    counts = [(t["skipped_mixes"], t["steps"]) for answers in runs for t in answers if t["skipped_mixes"] is not None]
     return sum(s for s, _ in counts) / max(1, sum(n for _, n in counts)) if counts else None
 
 
 def note_drops(results: list[dict[str, Any]], dropped: int | None) -> None:
-    """Packets that the lab's queues dropped make every result invalid: links were slower than they should be."""
+    """Mark all results invalid if the lab dropped packets: its links were slower than they should be."""
     for r in results:
         if dropped and "skipped" not in r:
             reasons = (r["invalid_because"], f"the lab's queues dropped {dropped} packets")
@@ -186,7 +190,7 @@ def note_drops(results: list[dict[str, Any]], dropped: int | None) -> None:
 
 
 def add_speedups(results: list[dict[str, Any]]) -> None:
-    """`speedup_vs_ddp` of every result: medians over medians, and repeat by repeat (they were run in turn)."""
+    """Add `speedup_vs_ddp` to every result: the ratio of medians, and the ratio for each repeat."""
     ddp = next((r for r in results if r["method"] == "ddp" and "skipped" not in r), None)
     for r in results:
         if "skipped" in r:

@@ -1,8 +1,8 @@
-"""Time to loss: a small task with real data and gradients, whose step also takes an accelerator's time.
+"""Time to loss: a small task with real data and gradients and an emulated compute time.
 
-The task is a classification that a network must learn: inputs are random, labels those of a fixed random network (the
-teacher), fresh in every step, so the loss of a step is that of unseen data. The student's layers sleep as an emulated
-accelerator's do, a third of the time in forward, the rest in backward, layer by layer: DDP overlaps as ever.
+A student network learns to classify random inputs; a fixed random network (the teacher) gives the labels. Every step
+draws new samples, so the loss of a step is that of unseen data. The layers of the student sleep like those of an
+emulated accelerator, a third of the time in the forward pass and the rest in the backward pass, so DDP can overlap.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INPUTS, CLASSES, HIDDEN_LAYERS = 64, 10, 4
 
 @dataclass(frozen=True)
 class LearningRun:
-    """One run: `seconds_of[rank]` are a worker's compute times, a step each."""
+    """The settings of one run; `seconds_of[rank]` are the compute times of a worker, one per step."""
 
     method: Method
     lr: float
@@ -40,7 +40,7 @@ class LearningRun:
 
 
 class _Pause(torch.autograd.Function):
-    """Identity that takes its layer's share of the compute time, forward and backward."""
+    """Identity that sleeps for its layer's share of the compute time, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, model: Student, layer: int) -> Tensor:
@@ -60,7 +60,7 @@ class _Pause(torch.autograd.Function):
 
 
 class Student(nn.Module):
-    """A plain network of equally wide layers; `seconds` is the compute time of the step to come."""
+    """A network of equally wide layers; `seconds` is the compute time of the next step."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -80,44 +80,46 @@ class Student(nn.Module):
 
 
 def teacher() -> Callable[[Tensor], Tensor]:
-    """The labels; the same on every worker and in every run."""
+    """The function that gives the labels, the same on every worker and in every run."""
     source = torch.Generator().manual_seed(1234)
     first = torch.randn(INPUTS, 48, generator=source) / INPUTS**0.5
     second = torch.randn(48, CLASSES, generator=source)
     return lambda x: (torch.tanh(2 * x @ first) @ second).argmax(1)
 
 
-def learn(rank: int, lesson: LearningRun) -> dict[str, Any]:
-    """Train; `times` (seconds since the common start) and `losses` of every step, and `final`, the loss of the exact
-    mean of all workers' models on 4096 unseen samples."""
+def learn(rank: int, run: LearningRun) -> dict[str, Any]:
+    """Train; return the `times` (seconds since the common start) and `losses` of all steps and the `final` loss.
+
+    The final loss is that of the exact mean of all workers' models on 4096 unseen samples.
+    """
     torch.set_num_threads(1)
     world.join_world()
-    torch.manual_seed(lesson.seed)  # one starting point for all methods and workers
-    model = Student(lesson.width)
-    labels, data = teacher(), torch.Generator().manual_seed(1000 * lesson.seed + rank)
-    optimizer = optimizer_of(lesson.method.optimizer, model.parameters(), lesson.lr)
+    torch.manual_seed(run.seed)  # all methods and workers start with the same model
+    model = Student(run.width)
+    labels, data = teacher(), torch.Generator().manual_seed(1000 * run.seed + rank)
+    optimizer = optimizer_of(run.method.optimizer, model.parameters(), run.lr)
     gossip: Any = None
     forward: nn.Module = model
-    if lesson.method.algorithm == "ddp":
-        forward = baseline.ddp(model, bucket_mb=lesson.bucket_mb, wire=lesson.method.wire)
+    if run.method.algorithm == "ddp":
+        forward = baseline.ddp(model, bucket_mb=run.bucket_mb, wire=run.method.wire)
     else:
         gossip = gossamer.decentralize(
             model,
             optimizer,
-            topology=lesson.method.topology or "aer",
-            algorithm=gossamer.algorithm(lesson.method.algorithm),
-            wire=lesson.method.wire,
-            exchange=gossamer.Exchange(bucket_mib=lesson.bucket_mb),
-            timeout=lesson.timeout,
+            topology=run.method.topology or "aer",
+            algorithm=gossamer.algorithm(run.method.algorithm),
+            wire=run.method.wire,
+            exchange=gossamer.Exchange(bucket_mib=run.bucket_mb),
+            timeout=run.timeout,
         )
-    seconds = lesson.seconds_of[rank]
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(seconds), lesson.lr / 20)
+    seconds = run.seconds_of[rank]
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(seconds), run.lr / 20)
     times, losses = [], []
     world.wait_for_all()
     begin = time.monotonic()
     for compute in seconds:
         model.seconds = compute
-        x = torch.randn(lesson.batch, INPUTS, generator=data)
+        x = torch.randn(run.batch, INPUTS, generator=data)
         loss = nn.functional.cross_entropy(forward(x), labels(x))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -142,15 +144,15 @@ def _final_loss(model: Student, gossip: Any, labels: Callable[[Tensor], Tensor])
             return float(nn.functional.cross_entropy(model(x), labels(x)))
 
 
-def curve(told: list[dict[str, Any]], window: int = 20) -> list[tuple[float, float]]:
-    """(seconds, loss): the slowest worker's time and the mean loss over workers and the last `window` steps."""
-    times = [max(t["times"][k] for t in told) for k in range(len(told[0]["times"]))]
-    means = [sum(t["losses"][k] for t in told) / len(told) for k in range(len(times))]
+def curve(answers: list[dict[str, Any]], window: int = 20) -> list[tuple[float, float]]:
+    """(seconds, loss) per step: the time of the slowest worker, and the mean loss over workers and `window` steps."""
+    times = [max(a["times"][k] for a in answers) for k in range(len(answers[0]["times"]))]
+    means = [sum(a["losses"][k] for a in answers) / len(answers) for k in range(len(times))]
     return [
         (times[k], sum(means[k - window + 1 : k + 1]) / window) for k in range(window - 1, len(times))
     ]  # fmt: skip
 
 
 def time_to(points: list[tuple[float, float]], target: float) -> float | None:
-    """When a curve first reaches the target."""
+    """The time at which a curve first reaches the target; None if it does not."""
     return next((t for t, loss in points if loss <= target), None)

@@ -1,9 +1,9 @@
-"""What a worker of a benchmark does: train the emulated model by one method and tell what it took.
+"""A worker of a benchmark: train the emulated model with one method and measure it.
 
-All workers start together at a barrier; the warm-up (connections, buffers, and the waits of a steady state) is not
-counted, and there is no second barrier, which would grant gossip a head start. Asynchronous workers warm up until all
-have exchanged, and go on after their window until all are done: at no time of it is a partner missing. Times are
-`time.monotonic()`, one clock for all workers of the machine.
+All workers start together at a barrier. The warm-up, in which connections and buffers are made and waiting becomes
+steady, is not counted. There is no second barrier after it, because that would give gossip a head start. Asynchronous
+workers warm up until all have exchanged, and continue after their window until all are done, so that no worker lacks
+a partner while it is measured. Times are `time.monotonic()`, which is the same clock in all processes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from gossamer.lab.emulate import FORWARD, EmulatedModel
 from gossamer.predict.methods import Method
 from gossamer.trace import TraceWriter
 
-Watch = Callable[[str, float, float, dict[str, Any]], None]  # category, start, end (perf_counter), attributes
+Watch = Callable[
+    [str, float, float, dict[str, Any]], None
+]  # called with category, start and end (perf_counter), attributes
 
 
 @dataclass(frozen=True)
 class MethodRun:
-    """One run of one method. `seconds_of[rank]` are a worker's compute times, one for each step, warm-up included."""
+    """The settings of one run. `seconds_of[rank]` are the compute times of a worker, one per step, warm-up included."""
 
     method: Method
     setup: Setup
@@ -40,15 +42,15 @@ class MethodRun:
     steps: int
     warmup: int
     seconds: float | None = None  # run for this long instead of `steps`
-    timeout: float = 120.0  # how long a worker waits for another
-    bucket_mb: float | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # of the algorithm's policy
+    timeout: float = 120.0  # seconds that a worker waits for another
+    bucket_mb: float | None = None  # MiB
+    options: dict[str, int] = field(default_factory=dict)  # settings of the algorithm's policy
     trace: str | None = None
 
 
 @dataclass
 class BenchTrainer:
-    """A method at work: call `step()`. `counters()` only grow; `close()` is collective."""
+    """Trains a model with one method, step by step. `finish()` is collective."""
 
     forward: nn.Module
     model: EmulatedModel
@@ -56,9 +58,9 @@ class BenchTrainer:
     gossip: Any = None
     finish: Callable[[], Any] = lambda: None
     watch: Watch | None = None
-    cause: str = "exchange"
-    late: float = 0.0
-    taken: int = 0
+    cause: str = "exchange"  # what the backward pass waits for, if the package is not Gossamer
+    late: float = 0.0  # seconds that the backward pass took beyond its compute
+    taken: int = 0  # steps
 
     def step(self) -> None:
         start = time.perf_counter()
@@ -80,12 +82,12 @@ class BenchTrainer:
         self.taken += 1
 
     def exchanging(self) -> bool:
-        """Whether this worker has exchanged, or has nobody to exchange with."""
+        """Whether this worker has exchanged, or has no peer."""
         stats = self.gossip.stats()
         return stats["rounds"] > 0 or not stats["bytes_sent_by_peer"]
 
     def counters(self) -> dict[str, float]:
-        """Seconds waited by cause, as `wait:CAUSE`, and bytes by destination, as `sent:RANK`."""
+        """Counters that only grow: seconds waited as `wait:CAUSE`, bytes sent as `sent:RANK`, and numbers of rounds."""
         if self.gossip is None:
             return {f"wait:{self.cause}": self.late}
         stats = self.gossip.stats()
@@ -97,7 +99,7 @@ class BenchTrainer:
 
 
 def optimizer_of(name: str, parameters: Any, lr: float = 1e-3) -> torch.optim.Optimizer:
-    """The optimizer that a method's family names; every package gets the same one."""
+    """The optimizer of a method; all packages get the same one."""
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=lr, momentum=0.9, fused=True)
     if name == "accumadam":
@@ -105,10 +107,10 @@ def optimizer_of(name: str, parameters: Any, lr: float = 1e-3) -> torch.optim.Op
     return torch.optim.Adam(parameters, lr=lr, fused=True)
 
 
-def trainer(task: MethodRun, model: EmulatedModel, watch: Watch | None) -> BenchTrainer:
-    method = task.method
+def trainer(run: MethodRun, model: EmulatedModel, watch: Watch | None) -> BenchTrainer:
+    method = run.method
     if method.package == "decent-dp":
-        return _decent_dp(task, model, watch)
+        return _decent_dp(run, model, watch)
     optimizer = optimizer_of(method.optimizer, model.parameters())
     if method.algorithm == "ddp":
 
@@ -116,53 +118,55 @@ def trainer(task: MethodRun, model: EmulatedModel, watch: Watch | None) -> Bench
             assert watch is not None
             watch("exchange", start, end, {"bytes": size})
 
-        wrapped = baseline.ddp(model, bucket_mb=task.bucket_mb, wire=method.wire, sent=sent if watch else None)
+        wrapped = baseline.ddp(model, bucket_mb=run.bucket_mb, wire=method.wire, sent=sent if watch else None)
         return BenchTrainer(wrapped, model, optimizer, watch=watch, cause="all-reduce")
     gossip = gossamer.decentralize(
         model,
         optimizer,
         topology=method.topology or "aer",
-        algorithm=gossamer.algorithm(method.algorithm, **task.options),
+        algorithm=gossamer.algorithm(method.algorithm, **run.options),
         wire=method.wire,
-        exchange=gossamer.Exchange(bucket_mib=task.bucket_mb),
-        timeout=task.timeout,
-        trace=task.trace,
+        exchange=gossamer.Exchange(bucket_mib=run.bucket_mb),
+        timeout=run.timeout,
+        trace=run.trace,
     )
     return BenchTrainer(model, model, optimizer, gossip, gossip.close)
 
 
-def _decent_dp(task: MethodRun, model: EmulatedModel, watch: Watch | None) -> BenchTrainer:
+def _decent_dp(run: MethodRun, model: EmulatedModel, watch: Watch | None) -> BenchTrainer:
     from decent_dp.ddp import DecentralizedDataParallel
 
-    assert task.method.topology is not None
+    assert run.method.topology is not None
     wrapped = DecentralizedDataParallel(
         model,
-        lambda named: optimizer_of(task.method.optimizer, [p for _, p in named]),
-        topology=DECENT_DP[task.method.topology],
-        bucket_size_in_mb=25 if task.bucket_mb is None else task.bucket_mb,  # MiB; fractions work
+        lambda named: optimizer_of(run.method.optimizer, [p for _, p in named]),
+        topology=DECENT_DP[run.method.topology],
+        bucket_size_in_mb=25 if run.bucket_mb is None else run.bucket_mb,  # MiB; fractions work
     )
     return BenchTrainer(
         wrapped, model, None, finish=wrapped.global_avg, watch=watch
-    )  # global_avg waits for what is in flight
+    )  # global_avg waits for exchanges in flight
 
 
-def work(rank: int, task: MethodRun) -> dict[str, Any]:
-    """Train, and return `begin`, `end`, `steps`, what the window between them cost, and the steps `warmed` before."""
+def work(rank: int, run: MethodRun) -> dict[str, Any]:
+    """Train; return `begin` and `end` of the measured window, its `steps` and costs, and the steps `warmed` before."""
     torch.set_num_threads(1)
     _, size = world.join_world()
-    writer, watch = _recorder(task, rank, size)
-    model = emulated(task.setup, list(task.seconds_of[rank]))
-    training = trainer(task, model, watch)
+    writer, watch = _recorder(run, rank, size)
+    model = emulated(run.setup, list(run.seconds_of[rank]))
+    training = trainer(run, model, watch)
     world.wait_for_all()
     warm = time.monotonic()
-    for _ in range(task.warmup):
+    for _ in range(run.warmup):
         training.step()
-    everyone = _Everyone(size, task.timeout) if task.method.asynchronous else None
-    if everyone is not None:
-        everyone.step_until(training, "exchanging", training.exchanging)
-        model.step = task.warmup - 1  # however long it took: all methods are measured with the same compute times
+    barrier = _Barrier(size, run.timeout) if run.method.asynchronous else None
+    if barrier is not None:
+        barrier.step_until(training, "exchanging", training.exchanging)
+        model.step = (
+            run.warmup - 1
+        )  # all methods are measured with the same compute times, however long the warm-up was
     warmed = training.taken
-    steps, deadline = _until(task, training, warm)
+    steps, deadline = _until(run, training, warm)
     before, begin = _readings(training), time.monotonic()
     taken = 0
     while taken < steps if deadline is None else time.monotonic() < deadline:
@@ -170,8 +174,8 @@ def work(rank: int, task: MethodRun) -> dict[str, Any]:
         taken += 1
     end = time.monotonic()
     after = _readings(training)
-    if everyone is not None:
-        everyone.step_until(training, "done", lambda: True)
+    if barrier is not None:
+        barrier.step_until(training, "done", lambda: True)
     training.finish()
     if writer is not None:
         writer.close()
@@ -179,8 +183,8 @@ def work(rank: int, task: MethodRun) -> dict[str, Any]:
     return {"begin": begin, "end": end, "steps": taken, "warmed": warmed, **_spent(before, after)}
 
 
-class _Everyone:
-    """Asynchronous workers that wait for each other without standing still, by counters in the job's store."""
+class _Barrier:
+    """Lets asynchronous workers wait for each other while they train, by counters in the store of the job."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self._size, self._timeout = size, timeout
@@ -188,39 +192,39 @@ class _Everyone:
         self._store = PrefixStore("gossamer/bench", store)
 
     def step_until(self, training: BenchTrainer, what: str, ready: Callable[[], bool]) -> None:
-        """Step until all workers are ready; they see it within a step of each other."""
-        said, since = False, time.monotonic()
+        """Take steps until all workers are ready; all of them return within one step of each other."""
+        posted, since = False, time.monotonic()
         while True:
-            if not said and ready():
+            if not posted and ready():
                 self._store.add(what, 1)
-                said = True
+                posted = True
             missing = self._size - self._store.add(what, 0)
             if not missing:
                 return
             if time.monotonic() - since > self._timeout:
                 raise GossamerError(
-                    f"{missing} of {self._size} workers were not {what} after {self._timeout:.0f} s of steps; "
+                    f"{missing} of {self._size} workers were not {what} after {self._timeout:.0f} s of training; "
                     "use a smaller model or faster links"
                 )
             training.step()
 
 
-def _until(task: MethodRun, training: BenchTrainer, warm: float) -> tuple[int, float | None]:
-    """How many steps, or until when. Synchronous packages must agree on a number; Gossamer's workers need not."""
-    if task.seconds is None:
-        return task.steps, None
+def _until(run: MethodRun, training: BenchTrainer, warm: float) -> tuple[int, float | None]:
+    """The number of steps, or a deadline. DDP and Decent-DP need the same number on all workers, Gossamer does not."""
+    if run.seconds is None:
+        return run.steps, None
     if training.gossip is None:
-        each = world.largest((time.monotonic() - warm) / task.warmup)
-        return max(1, round(task.seconds / each)), None
-    return 0, time.monotonic() + task.seconds
+        each = world.largest((time.monotonic() - warm) / run.warmup)
+        return max(1, round(run.seconds / each)), None
+    return 0, time.monotonic() + run.seconds
 
 
-def _recorder(task: MethodRun, rank: int, size: int) -> tuple[TraceWriter | None, Watch | None]:
-    """The peers' spans; Gossamer writes its own."""
-    if task.trace is None or task.method.package == "gossamer":
+def _recorder(run: MethodRun, rank: int, size: int) -> tuple[TraceWriter | None, Watch | None]:
+    """Record the spans of other packages; Gossamer records its own."""
+    if run.trace is None or run.method.package == "gossamer":
         return None, None
-    nodes = [node for node, count in enumerate(task.setup.per_node) for _ in range(count)]
-    writer = TraceWriter(Path(task.trace), rank, nodes)
+    nodes = [node for node, count in enumerate(run.setup.per_node) for _ in range(count)]
+    writer = TraceWriter(Path(run.trace), rank, nodes)
     shift = writer.now() - time.perf_counter()
 
     def watch(category: str, start: float, end: float, attrs: dict[str, Any]) -> None:
@@ -258,7 +262,7 @@ def _spent(before: _Readings, after: _Readings) -> dict[str, Any]:
 
 
 def interface_bytes() -> tuple[int, int] | None:
-    """Bytes that left and reached this worker's node so far, headers included; None on loopback."""
+    """Bytes sent and received by this worker's node so far, headers included; None on loopback."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     try:
         lines = Path("/proc/self/net/dev").read_text().splitlines()
