@@ -4,7 +4,7 @@ python benchmarks/a2cid2_stationary.py [--record benchmarks/records/a2cid2-stati
 
 Rings of virtual workers; each step adds a displacement that does not depend on the parameters: a number of each
 worker's own, always the same (workers with different data), or i.i.d. noise. `study` is the virtual-time simulation
-(gossamer.predict.consensus); `engine` is decentralize() itself on a VirtualCluster.
+(gossamer.predict.asynchronous); `engine` is decentralize() itself on a VirtualCluster.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from gossamer import VirtualCluster
 from gossamer import algorithm as as_policy
-from gossamer.predict.consensus import ALGORITHMS, study
+from gossamer.predict.asynchronous import ALGORITHMS, consensus_study
 from gossamer.report.record import environment, write_record
 from gossamer.topology import Layout, build
 from gossamer.topology.a2cid2 import rates_of
@@ -38,7 +38,7 @@ def units_of(n: int) -> int:
 
 def by_study(n: int, forcing: Any, seed: int) -> dict[str, float]:
     ring = build("ring", Layout.flat(n))
-    curves = [study(ring, a, forcing=forcing, units=units_of(n), runs=RUNS, seed=seed) for a in ALGORITHMS]
+    curves = [consensus_study(ring, a, forcing=forcing, units=units_of(n), runs=RUNS, seed=seed) for a in ALGORITHMS]
     assert curves[0].communications[-1] == curves[1].communications[-1]  # the very same exchanges
     return {c.algorithm: c.stationary() for c in curves}
 

@@ -29,7 +29,7 @@ import numpy as np
 import scipy
 from scipy.optimize import least_squares
 
-from gossamer.predict.cluster import Cluster, Compute, Ddp, Link, Links, Model
+from gossamer.predict.cluster import ClusterLinks, ClusterSpec, ComputeSpec, DdpSpec, LinkSpec, ModelSpec
 from gossamer.predict.predict import predict
 from gossamer.topology import Layout
 
@@ -54,26 +54,26 @@ FIT_METHODS = [0, 2]  # all-reduce and AER
 TIE = 0.02
 
 
-def described(name: str, variant: str, choice: dict, work: float, fixed: float, flow: float) -> Cluster:
+def described(name: str, variant: str, choice: dict, work: float, fixed: float, flow: float) -> ClusterSpec:
     per_node, gbps, _ = MEASURED[name]
     gbps *= INTERFACES[variant].get(name, 1)
     reference = per_node * NODES[FIT_COLUMN]
-    return Cluster(
+    return ClusterSpec(
         nodes=2,
         per_node=per_node,
-        links=Links(
-            inter=Link(bandwidth_gbps=gbps, latency_us=20, flow_gbps=min(flow, gbps)),
-            intra=Link(bandwidth_gbps=choice["a100_intra_gbps"] if name == "a100" else 100, latency_us=5),
+        links=ClusterLinks(
+            inter=LinkSpec(bandwidth_gbps=gbps, latency_us=20, flow_gbps=min(flow, gbps)),
+            intra=LinkSpec(bandwidth_gbps=choice["a100_intra_gbps"] if name == "a100" else 100, latency_us=5),
         ),
-        compute=Compute(
+        compute=ComputeSpec(
             seconds=work + fixed, fixed_seconds=fixed, reference_workers=reference, jitter=choice["jitter"]
         ),
-        model=Model(mb=260),
-        ddp=Ddp(allreduce=choice["allreduce"]),
+        model=ModelSpec(mb=260),
+        ddp=DdpSpec(allreduce=choice["allreduce"]),
     )
 
 
-def times(cluster: Cluster, nodes: int, steps: int) -> np.ndarray:
+def times(cluster: ClusterSpec, nodes: int, steps: int) -> np.ndarray:
     sized = cluster.resized(Layout.of([cluster.layout.per_node[0]] * nodes))
     return np.array([1e3 * predict(m, sized, steps=steps).step_time for m in METHODS.values()])
 

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from gossamer.cli.probe import _lab_worker as probe_worker
 from gossamer.lab.bench import BenchPlan, Setup, run_bench
+from gossamer.predict.cluster import cluster_from_probe
 from gossamer.predict.methods import parse
 from gossamer.predict.predict import predict
-from gossamer.predict.probed import cluster_from_probe
 from gossamer.report.record import environment, write_record
 
 RATES = ("50mbit", "150mbit", "600mbit")

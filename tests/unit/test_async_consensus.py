@@ -9,7 +9,7 @@ import scipy.linalg
 from typer.testing import CliRunner
 
 from gossamer.cli.simulate import app
-from gossamer.predict.consensus import ALGORITHMS, Curve, Runs, scaling, study
+from gossamer.predict.asynchronous import ALGORITHMS, ConsensusCurve, ConsensusRuns, consensus_scaling, consensus_study
 from gossamer.topology import Layout, build
 from gossamer.topology.a2cid2 import rates_of
 
@@ -23,15 +23,15 @@ def test_exchanges_side_by_side_equal_one_after_the_other(algorithm, monkeypatch
     """The batches of commuting exchanges against a plain loop in the order of time."""
     topology, n, runs = graph("ring", 7), 7, 3
     x = np.random.default_rng(0).standard_normal(runs * n)
-    fast = Runs(topology, algorithm, x.copy(), 1.5, 4)
+    fast = ConsensusRuns(topology, algorithm, x.copy(), 1.5, 4)
     batches = []
-    average = Runs._average
+    average = ConsensusRuns._average
 
     def noted(self, i, j, times):
         batches.extend(zip(times.tolist(), i.tolist(), j.tolist(), strict=True))
         average(self, i, j, times)
 
-    monkeypatch.setattr(Runs, "_average", noted)
+    monkeypatch.setattr(ConsensusRuns, "_average", noted)
     for now in (1.0, 2.0, 3.0):
         fast.exchange_until(now)
         fast.step(np.full(runs * n, 0.25))
@@ -64,7 +64,7 @@ def test_the_mean_square_follows_its_linear_equation(name, algorithm):
     """M = E z z' of z = (x, x~) obeys dM/dt = D M + M D' + sum of lambda_e (B_e M B_e' - M)."""
     n, runs, until = 6, 20000, 1.5
     topology = graph(name, n)
-    state = Runs(topology, algorithm, np.random.default_rng(1).standard_normal(runs * n), 1.0, 0)
+    state = ConsensusRuns(topology, algorithm, np.random.default_rng(1).standard_normal(runs * n), 1.0, 0)
     eta, alpha = (state.eta, state.alpha_tilde) if algorithm == "a2cid2" else (0.0, 0.5)
     one = np.eye(2 * n)
     drift = np.kron(eta * np.array([[-1.0, 1.0], [1.0, -1.0]]), np.eye(n))
@@ -85,7 +85,7 @@ def test_the_mean_square_follows_its_linear_equation(name, algorithm):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("forcing", ["none", "noise", "constant", "quadratic"])
 def test_workers_take_part_in_rate_exchanges_a_unit(forcing, algorithm):
-    curve = study(graph("ring", 8), algorithm, forcing=forcing, units=100, rate=1.5, runs=16)
+    curve = consensus_study(graph("ring", 8), algorithm, forcing=forcing, units=100, rate=1.5, runs=16)
     assert curve.communications[-1] == pytest.approx(1.5 * 100 * 8 / 2, rel=0.05)
     assert curve.time[-1] == pytest.approx(100)
     assert (curve.loss is not None) == (forcing == "quadratic")
@@ -95,7 +95,7 @@ def test_the_momentum_pays_where_workers_differ_and_not_against_noise():
     ring = graph("ring", 16)
     ratio = {}
     for forcing in ("noise", "constant"):
-        found = [study(ring, a, forcing=forcing, units=120, runs=16).stationary() for a in ALGORITHMS]
+        found = [consensus_study(ring, a, forcing=forcing, units=120, runs=16).stationary() for a in ALGORITHMS]
         ratio[forcing] = found[1] / found[0]
     assert ratio["constant"] < 0.55
     assert 0.85 < ratio["noise"] < 1.1
@@ -103,13 +103,13 @@ def test_the_momentum_pays_where_workers_differ_and_not_against_noise():
 
 def test_exponents_of_the_ring_are_those_of_the_theory():
     rings = [graph("ring", n) for n in (8, 16, 32)]
-    exponent = {a: scaling(rings, a, epsilon=0.1, runs=16, seed=0).exponent for a in ALGORITHMS}
+    exponent = {a: consensus_scaling(rings, a, epsilon=0.1, runs=16, seed=0).exponent for a in ALGORITHMS}
     assert exponent["ad-psgd"] == pytest.approx(3, abs=0.25)
     assert exponent["a2cid2"] == pytest.approx(2, abs=0.25)
 
 
 def test_communications_to_a_level_are_interpolated():
-    curve = Curve("ad-psgd", np.arange(3.0), np.array([0.0, 10.0, 20.0]), np.array([1.0, 0.1, 0.01]), None)
+    curve = ConsensusCurve("ad-psgd", np.arange(3.0), np.array([0.0, 10.0, 20.0]), np.array([1.0, 0.1, 0.01]), None)
     assert curve.communications_to(0.1) == 10
     assert curve.communications_to(10**-1.5) == pytest.approx(15)
     assert curve.communications_to(1.0) == 0

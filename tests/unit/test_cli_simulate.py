@@ -234,7 +234,7 @@ def test_advise_stays_with_ddp(run, tmp_path):
     path.write_text(path.read_text().replace("gaussian:0.05", "none"))
     chosen = run(f"advise {path} --steps 40 --json")["recommendation"]
     assert chosen["method"] == "ddp"
-    assert chosen["why"].startswith("stay with DDP: your links hide the all-reduce")
+    assert chosen["why"].startswith("stay with DDP: compute hides the all-reduce")
     assert "DistributedDataParallel" in chosen["line"]
     assert "stay with DDP" in run(f"advise {path} --steps 40")
 

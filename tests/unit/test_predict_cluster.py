@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gossamer.errors import InputError
-from gossamer.predict.cluster import Cluster, from_dict, load, to_toml
+from gossamer.predict.cluster import ClusterSpec, from_dict, load, to_toml
 from gossamer.predict.predict import derived, predict
 from gossamer.predict.presets import PRESETS
 from gossamer.topology import Layout
@@ -107,7 +107,7 @@ def test_compute_times():
 
 
 def test_derived_numbers():
-    made = Cluster.model_validate(
+    made = ClusterSpec.model_validate(
         {
             "nodes": 4,
             "per_node": 2,

@@ -10,12 +10,11 @@ from gossamer.errors import InputError
 from gossamer.predict.closed_form import allreduce_step, expected_max, gossip_step
 from gossamer.predict.cluster import from_dict
 from gossamer.predict.compute import Gaussian
-from gossamer.predict.costs import AbstractCosts, ClusterCosts
+from gossamer.predict.costs import AbstractCosts, ClusterCosts, share
 from gossamer.predict.methods import parse
 from gossamer.predict.predict import Abstract, ddp_shares, default_policy, predict
 from gossamer.predict.presets import PRESETS
-from gossamer.predict.sharing import share
-from gossamer.predict.simulator import PAPER, Policy, simulate, simulate_ddp
+from gossamer.predict.simulator import PAPER, ExchangePolicy, simulate, simulate_ddp
 from gossamer.topology import Layout, build, entries
 from gossamer.topology.schedule import Schedule
 
@@ -157,10 +156,12 @@ def step(method, policy, **changes):
 
 def test_bytes_over_bandwidth():
     """10 MB/s, 4 MB: AER's hierarchical exchange crosses nodes every other phase, 0.4 s; inside a node 0.4 ms."""
-    one = Policy(buckets=1, stagger=False)
+    one = ExchangePolicy(buckets=1, stagger=False)
     assert step("dadam:aer", one) == pytest.approx((0.1 + 0.4) / 2, rel=0.01)
     # flat: each of a pair of nodes' 4 workers sends 3/4 twice, two thirds of it across: 2 x 4 MB a node
-    assert step("dadam:aer", Policy(buckets=1, stagger=False, hierarchical=False)) == pytest.approx(0.45, rel=0.01)
+    assert step("dadam:aer", ExchangePolicy(buckets=1, stagger=False, hierarchical=False)) == pytest.approx(
+        0.45, rel=0.01
+    )
     # exp on 8 workers: distance 1 inside, 2 and 4 across, both workers of a node share its interface
     assert step("dadam:exp", one) == pytest.approx((0.1 + 0.8 + 0.8) / 3, rel=0.01)
     # the ring crosses nodes in one of two rounds, a node's two workers to either side through one interface
@@ -168,7 +169,7 @@ def test_bytes_over_bandwidth():
 
 
 def test_wire_scales_what_crosses_nodes():
-    one = Policy(buckets=1, stagger=False)
+    one = ExchangePolicy(buckets=1, stagger=False)
     assert step("dadam:complete:bf16", one) < step("dadam:complete", one)
     assert step("dadam:aer:bf16", one) == pytest.approx((0.1 + 0.2) / 2, rel=0.01)
     assert step("dadam:aer:int8", one) == pytest.approx((0.1 + 0.1 * (1 + 4 / 256)) / 2, rel=0.01)
@@ -176,29 +177,31 @@ def test_wire_scales_what_crosses_nodes():
 
 def test_staggered_buckets_even_the_load_out():
     """With a bucket for every phase the links carry half the data every step: 0.2 s instead of 0.1 and 0.4 in turn."""
-    assert step("dadam:aer", Policy(buckets=4)) == pytest.approx(0.2, rel=0.02)
-    assert step("dadam:aer", Policy(buckets=4, stagger=False)) == pytest.approx(0.25, rel=0.02)
-    assert step("dadam:aer", Policy(buckets=4, in_flight=1)) >= step("dadam:aer", Policy(buckets=4)) - 1e-9
+    assert step("dadam:aer", ExchangePolicy(buckets=4)) == pytest.approx(0.2, rel=0.02)
+    assert step("dadam:aer", ExchangePolicy(buckets=4, stagger=False)) == pytest.approx(0.25, rel=0.02)
+    assert (
+        step("dadam:aer", ExchangePolicy(buckets=4, in_flight=1)) >= step("dadam:aer", ExchangePolicy(buckets=4)) - 1e-9
+    )
 
 
 def test_every_atc_and_staleness():
     one = {"buckets": 1, "stagger": False}
-    assert step("dadam:complete", Policy(**one)) == pytest.approx(0.6, rel=0.01)  # 2 x 3/4 of 4 MB at 10 MB/s
-    assert step("dadam:complete", Policy(**one, combine="atc")) == pytest.approx(0.7, rel=0.01)
-    assert step("dadam:complete", Policy(**one, every=4)) == pytest.approx((0.6 + 3 * 0.1) / 4, rel=0.01)
-    assert step("dadam:complete", Policy(**one, staleness=2)) == pytest.approx(0.2, rel=0.01)
-    stale = predict("dadam:complete", cluster(), steps=80, policy=Policy(**one, staleness=9))
+    assert step("dadam:complete", ExchangePolicy(**one)) == pytest.approx(0.6, rel=0.01)  # 2 x 3/4 of 4 MB at 10 MB/s
+    assert step("dadam:complete", ExchangePolicy(**one, combine="atc")) == pytest.approx(0.7, rel=0.01)
+    assert step("dadam:complete", ExchangePolicy(**one, every=4)) == pytest.approx((0.6 + 3 * 0.1) / 4, rel=0.01)
+    assert step("dadam:complete", ExchangePolicy(**one, staleness=2)) == pytest.approx(0.2, rel=0.01)
+    stale = predict("dadam:complete", cluster(), steps=80, policy=ExchangePolicy(**one, staleness=9))
     assert stale.step_time == pytest.approx(0.1, rel=0.01)
     assert stale.exchange_rate == pytest.approx(1 / 7, rel=0.02)  # 0.6 s and a little inside the node: the 7th step
     with pytest.raises(InputError, match="staleness must be 0"):
-        Policy(combine="atc", staleness=1)
+        ExchangePolicy(combine="atc", staleness=1)
     with pytest.raises(InputError, match="every must be at least 1"):
-        Policy(every=0)
+        ExchangePolicy(every=0)
 
 
 def test_nothing_overlaps_the_update():
     """10 MB/s, 4 MB: 0.6 s on the links in a complete round. 0.05 s of update come on top of whatever is longer."""
-    one = Policy(buckets=1, stagger=False)
+    one = ExchangePolicy(buckets=1, stagger=False)
     compute = {"seconds": 0.1, "update_seconds": 0.05}
     for method, policy, plain in (
         ("dadam:complete", one, 0.6),
@@ -217,7 +220,7 @@ def test_slow_pair_costs_only_those_who_use_it():
     links = {"inter": {"bandwidth_gbps": 0.08}, "intra": {"bandwidth_gbps": 80}}
     slow = {**links, "pairs": [{"nodes": [0, 1], "bandwidth_gbps": 0.02}]}
     fast = {**links, "pairs": [{"nodes": [0, 1], "bandwidth_gbps": 0.8}]}
-    one = Policy(buckets=1, stagger=False)
+    one = ExchangePolicy(buckets=1, stagger=False)
     plain = step("dadam:aer", one)
     assert step("dadam:aer", one, links=slow) > plain * 1.2
     assert step("dadam:aer", one, links=fast) <= plain + 1e-9

@@ -9,8 +9,7 @@ import torch
 import gossamer
 from gossamer.comm.link_probe import tournament
 from gossamer.errors import InputError
-from gossamer.predict.cluster import from_dict, to_toml
-from gossamer.predict.probed import cluster_from_probe, read_compute
+from gossamer.predict.cluster import cluster_from_probe, from_dict, read_compute, to_toml
 from gossamer.trace import TraceWriter
 
 

@@ -9,7 +9,7 @@ from gossamer.cli.output import print_json, print_rich, table
 from gossamer.errors import InputError
 
 if TYPE_CHECKING:
-    from gossamer.predict.consensus import Curve, Scaling
+    from gossamer.predict.asynchronous import ConsensusCurve, ConsensusScaling
     from gossamer.predict.methods import Method
     from gossamer.topology import Layout
 
@@ -33,7 +33,7 @@ def consensus(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    from gossamer.predict import consensus as study
+    from gossamer.predict import asynchronous as study
     from gossamer.topology import build
     from gossamer.topology.a2cid2 import rates_of
 
@@ -54,10 +54,10 @@ def consensus(
     constants = rates_of(topology)
     relaxation = (constants.chi1 or 1.0) / rate
     horizon = float(units) if units is not None else min(LONGEST, max(100.0, 2 * SETTLED * relaxation))
-    curves: dict[str, list[Curve]] = {}
+    curves: dict[str, list[ConsensusCurve]] = {}
     for forcing in ("none", "noise", "constant", "quadratic"):
         curves[forcing] = [
-            study.study(topology, a, forcing=forcing, units=horizon, rate=rate, runs=runs, seed=seed)
+            study.consensus_study(topology, a, forcing=forcing, units=horizon, rate=rate, runs=runs, seed=seed)
             for a in study.ALGORITHMS
         ]
     counts = _counts(scaling)
@@ -65,7 +65,9 @@ def consensus(
 
     grown = [build(name, Layout.flat(n)) for n in counts]
     scalings = (
-        [study.scaling(grown, a, epsilon=epsilon, runs=runs, seed=seed) for a in study.ALGORITHMS] if grown else []
+        [study.consensus_scaling(grown, a, epsilon=epsilon, runs=runs, seed=seed) for a in study.ALGORITHMS]
+        if grown
+        else []
     )
     if plot is not None:
         from gossamer.report.plots import draw_consensus
@@ -118,24 +120,24 @@ def _counts(scaling: str | None) -> list[int]:
     return sorted(set(counts))
 
 
-def _points(curve: Curve) -> dict[str, Any]:
+def _points(curve: ConsensusCurve) -> dict[str, Any]:
     every = max(1, -(-len(curve.time) // POINTS))
     named = {"time": curve.time, "communications": curve.communications, "distance": curve.distance, "loss": curve.loss}
     return {k: v[::every].tolist() for k, v in named.items() if v is not None}
 
 
-def _averaging(pair: list[Curve], epsilon: float) -> dict[str, float | None]:
+def _averaging(pair: list[ConsensusCurve], epsilon: float) -> dict[str, float | None]:
     """Exchanges until the distance of white values is `epsilon` of what it was; None if it did not get there."""
     reached = {c.algorithm: c.communications_to(epsilon * c.distance[0]) for c in pair}
     return {a: value if value == value else None for a, value in reached.items()}
 
 
-def _stationary(pair: list[Curve]) -> dict[str, float]:
+def _stationary(pair: list[ConsensusCurve]) -> dict[str, float]:
     values: dict[str, float] = {c.algorithm: c.stationary() for c in pair}
     return {**values, "ratio": values["a2cid2"] / values["ad-psgd"]}
 
 
-def _row(s: Scaling) -> dict[str, Any]:
+def _row(s: ConsensusScaling) -> dict[str, Any]:
     return {
         "method": s.algorithm,
         "epsilon": s.epsilon,

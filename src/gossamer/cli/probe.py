@@ -33,7 +33,7 @@ def probe(
 ) -> None:
     """Measure links and all-reduce under torchrun or Slurm (or in the lab), and write a cluster file."""
     from gossamer.comm.world import launched
-    from gossamer.predict.probed import read_compute
+    from gossamer.predict.cluster import read_compute
 
     if not 0 < seconds <= 60:
         raise typer.BadParameter(f"must be between 0 and 60, got {seconds}", param_hint="--seconds")
@@ -72,8 +72,7 @@ def _write(
     out: Path, links: dict[str, Any], times: dict[str, Any], model_mb: float | None, compute: str | None, as_json: bool
 ) -> None:
     from gossamer.errors import InputError
-    from gossamer.predict.cluster import to_toml
-    from gossamer.predict.probed import cluster_from_probe
+    from gossamer.predict.cluster import cluster_from_probe, to_toml
 
     size = 100.0 if model_mb is None and "model_mb" not in times else model_mb
     cluster = cluster_from_probe(links, times, size)

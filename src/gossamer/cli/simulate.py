@@ -14,10 +14,10 @@ from gossamer.cli.output import print_json, print_rich, table
 from gossamer.errors import InputError
 
 if TYPE_CHECKING:
-    from gossamer.predict.cluster import Cluster
+    from gossamer.predict.cluster import ClusterSpec
     from gossamer.predict.methods import Method
     from gossamer.predict.predict import Setting
-    from gossamer.predict.simulator import Policy, Result
+    from gossamer.predict.simulator import ExchangePolicy, Result
     from gossamer.topology import Layout
 
 app = command_app()
@@ -144,7 +144,7 @@ def simulate(
     _print(setting, rows, curve)
 
 
-def _policy(default: Policy, asked: dict[str, Any]) -> Policy:
+def _policy(default: ExchangePolicy, asked: dict[str, Any]) -> ExchangePolicy:
     return replace(default, **asked)
 
 
@@ -180,7 +180,7 @@ def _setting(
 
 def cluster_from(
     source: str, nodes: str | None, per_node: str | None, n: str | None, jitter: str | None, model_mb: float | None
-) -> Cluster:
+) -> ClusterSpec:
     """A preset or file, with what the options change."""
     from gossamer.predict.cluster import load
 
@@ -218,12 +218,12 @@ def _row(method: Method, result: Result, ddp: Result) -> dict[str, Any]:
 
 
 def _describe(setting: Setting) -> dict[str, Any]:
-    from gossamer.predict.cluster import Cluster
+    from gossamer.predict.cluster import ClusterSpec
     from gossamer.predict.predict import derived
 
     layout = setting.layout
     base = {"workers": layout.n, "nodes": layout.nodes, "per_node": list(layout.per_node)}
-    if isinstance(setting, Cluster):
+    if isinstance(setting, ClusterSpec):
         return {"unit": "s", "cluster": setting.name, **base, **derived(setting)}
     return {
         "unit": "mean compute time",

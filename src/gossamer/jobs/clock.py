@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gossamer.predict.cluster import Cluster
+    from gossamer.predict.cluster import ClusterSpec
     from gossamer.predict.methods import Method
     from gossamer.recipes.config import RunConfig
     from gossamer.report.runs import Group
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 TRACED = 6  # steps in a predicted timeline
 
 
-def described(source: str | Mapping[str, Any]) -> Cluster:
+def described(source: str | Mapping[str, Any]) -> ClusterSpec:
     """A preset, a file, or the description that an earlier clock holds."""
     from gossamer.predict.cluster import from_dict, load
 
     return load(source) if isinstance(source, str) else from_dict(source, "the cluster in the run's config.json")
 
 
-def described_cluster(source: str | Mapping[str, Any], per_node: Sequence[int]) -> Cluster:
+def described_cluster(source: str | Mapping[str, Any], per_node: Sequence[int]) -> ClusterSpec:
     """The cluster's machines and model, with as many workers as the run has."""
     from gossamer.topology import Layout
 
@@ -39,7 +39,7 @@ def simulated_on(source: str | Mapping[str, Any], config: RunConfig) -> tuple[di
     return {**clock, "description": described(source).model_dump(mode="json")}, trace
 
 
-def simulated(method: Method, config: RunConfig, cluster: Cluster) -> tuple[dict[str, Any], Trace]:
+def simulated(method: Method, config: RunConfig, cluster: ClusterSpec) -> tuple[dict[str, Any], Trace]:
     """The clock of a virtual run: the predicted step time on the cluster, and a predicted timeline."""
     from gossamer.predict.predict import default_policy, predict, predicted_trace
     from gossamer.topology import Layout
@@ -76,7 +76,7 @@ def simulated(method: Method, config: RunConfig, cluster: Cluster) -> tuple[dict
     return clock, predicted_trace(method, setting, result)
 
 
-def _repeated(cluster: Cluster, batches: int) -> Cluster:
+def _repeated(cluster: ClusterSpec, batches: int) -> ClusterSpec:
     """With a step of so many batches: DDP's gradients become ready in the last one's backward pass."""
     compute = cluster.compute
     many = None if compute.per_worker is None else tuple(batches * seconds for seconds in compute.per_worker)
@@ -94,7 +94,7 @@ def predict_measured(groups: list[Group]) -> None:
     """Beside each measured step time on shaped links the one that the runtime model predicts for them, with the compute
     time that the workers had: the shortest step without waiting."""
     from gossamer.lab import parse_rate
-    from gossamer.predict.cluster import Cluster, Compute, Ddp, Link, Links, Model
+    from gossamer.predict.cluster import ClusterLinks, ClusterSpec, ComputeSpec, DdpSpec, LinkSpec, ModelSpec
     from gossamer.predict.predict import predict
     from gossamer.topology import Layout
 
@@ -109,13 +109,13 @@ def predict_measured(groups: list[Group]) -> None:
         if config["exact_inside"]:
             continue  # the model describes gossip between workers, and all-reduce
         layout = Layout.of(config["per_node"])
-        described = Cluster(
+        described = ClusterSpec(
             nodes=layout.nodes,
             per_node=layout.per_node,
-            links=Links(inter=Link(bandwidth_gbps=rate / 1e9), intra=Link(bandwidth_gbps=10)),
-            compute=Compute(seconds=min(computes)),
-            model=Model(mb=content["parameters"] * 4 / 1e6),
-            ddp=Ddp(bucket_mb=config["ddp_bucket_mb"] or 25.0),
+            links=ClusterLinks(inter=LinkSpec(bandwidth_gbps=rate / 1e9), intra=LinkSpec(bandwidth_gbps=10)),
+            compute=ComputeSpec(seconds=min(computes)),
+            model=ModelSpec(mb=content["parameters"] * 4 / 1e6),
+            ddp=DdpSpec(bucket_mb=config["ddp_bucket_mb"] or 25.0),
         )
         predicted = predict(content["method"], described, steps=100).step_time
         for run in g.runs:

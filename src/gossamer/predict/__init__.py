@@ -1,5 +1,6 @@
-"""When, how and by how much decentralized training pays on a cluster. Pure: no torch, no process group.
+"""Predictions of step times, and advice on which method to use on a cluster. Needs neither torch nor a process group.
 
-`methods` (what is compared), `cluster` and `presets` (where), `compute` (how long a step's computation takes),
-`closed_form`, `simulator` and `asynchronous` (the model), `predict` (one call for all), `advise` (which to take).
+`methods` names what is compared, `cluster` and `presets` describe where, `compute` says how long a step's computation
+takes, `costs` what an exchange costs. `closed_form`, `simulator` and `asynchronous` are the model; `predict` is one
+call for every method, `advise` recommends one.
 """

@@ -1,4 +1,4 @@
-"""Which method, if any: predicted speed of every topology, algorithm, wire and bucket plan, and a choice in words."""
+"""Advice: the predicted speed of every topology, algorithm, wire and bucket plan, and a recommendation in words."""
 
 from __future__ import annotations
 
@@ -7,34 +7,102 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gossamer.errors import InputError
-from gossamer.predict.cluster import Cluster
+from gossamer.predict.cluster import ClusterSpec, MiB
 from gossamer.predict.methods import DDP_WIRES, Method, parse
-from gossamer.predict.plans import SIZES, Plan, default_plan, other_plans
 from gossamer.predict.predict import derived, predict
-from gossamer.predict.simulator import Result
+from gossamer.predict.simulator import ExchangePolicy, Result
 from gossamer.topology import Layout, analyze, build, entries
 from gossamer.topology.analysis import Mixing
 
-STEPS, MANY_WORKERS = 120, 64  # beyond so many workers their mean is steady after half the steps
+STEPS, MANY_WORKERS = 120, 64  # with more workers than this, half the steps give a steady mean
 WIRES = ("fp32", "bf16", "int8")
 WORTH_IT = 0.05  # a smaller saving is not worth leaving DDP for
-# How much faster an option must be before it is preferred to the plainer one; mixing: for each doubling of its rounds.
+# How much faster an option must be before it is preferred to the simpler one; mixing: per doubling of its rounds.
 MARGINS = {"fp32": 0.0, "bf16": 0.03, "int8": 0.08, "asynchronous": 0.10, "mixing": 0.05, "plan": 0.02}
-SLOWEST_MIXING = 1000  # rounds to 1e-3; beyond, workers drift apart between averages, and the margin is 100 %
-FEWEST_EXCHANGES = 0.5  # a step; an asynchronous method that manages fewer is charged the time until it has them
+SLOWEST_MIXING = 1000  # rounds to 1e-3; with more the workers drift apart, and the margin is 100 %
+FEWEST_EXCHANGES = 0.5  # per step; an asynchronous method with fewer is charged the time until it has them
 MEMORY = {"ddp": 1.0, "awc": 1.0, "ad-psgd": 4.0, "a2cid2": 4.0}  # beyond the model, in parameter sizes
-HOPELESS = 1.5  # times the fastest step: a bucket plan does not make up for that
+HOPELESS = 1.5  # times the fastest step; no bucket plan makes up for that
+SIZES = (10.0, 100.0)  # MiB, around the engine's own choice (at most 25)
+IN_FLIGHT = (8,)  # fewer exchanges in flight than the engine's 4 are never faster in this model
+MOST_BUCKETS = 128  # more buckets only add latency, and time to predict
+ENGINE = ExchangePolicy()
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """How a model is cut into buckets and how many are in flight, where it differs from the engine's own choice.
+
+    For DDP, `bucket_mb` is torch's `bucket_cap_mb`, and the rest has no meaning.
+    """
+
+    bucket_mb: float | None = None
+    in_flight: int = ENGINE.in_flight
+    stagger: bool = ENGINE.stagger
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The fields that are not the defaults."""
+        default = BucketPlan()
+        names = ("bucket_mb", "in_flight", "stagger")
+        return {n: getattr(self, n) for n in names if getattr(self, n) != getattr(default, n)}
+
+    def policy(self, cluster: ClusterSpec, method: Method, *, atc: bool = False) -> ExchangePolicy:
+        """Return what the engine does under this plan."""
+        if self.bucket_mb is not None:
+            buckets = buckets_of(cluster, self.bucket_mb)
+        else:
+            buckets = cluster.model.buckets_for(build(method.topology or "", cluster.layout).period)
+        return ExchangePolicy(buckets, self.stagger, in_flight=self.in_flight, combine="atc" if atc else "awc")
+
+
+def buckets_of(cluster: ClusterSpec, bucket_mb: float) -> int:
+    """Return the number of buckets of `bucket_mb` MiB."""
+    return max(1, math.ceil(cluster.model.bytes / max(1, round(bucket_mb * MiB))))
+
+
+def default_plan(cluster: ClusterSpec) -> BucketPlan:
+    """Return the engine's plan, or one with the number of buckets in the cluster description."""
+    wanted = cluster.model.buckets
+    if wanted is None:
+        return BucketPlan()
+    exact = cluster.model.bytes / wanted / MiB
+    return BucketPlan(bucket_mb=math.ceil(exact * 1e4) / 1e4)  # rounded up: not one bucket more
+
+
+def other_plans(cluster: ClusterSpec, method: Method) -> list[BucketPlan]:
+    """Return the alternative plans that change when data is exchanged, so that a prediction is worth its time."""
+    own = default_plan(cluster)
+    plans = [] if cluster.model.buckets is not None else [BucketPlan(bucket_mb=s) for s in SIZES]
+    plans += [BucketPlan(own.bucket_mb, in_flight=f) for f in IN_FLIGHT]
+    plans.append(BucketPlan(own.bucket_mb, stagger=False))
+    period = build(method.topology or "", cluster.layout).period
+    seen = {_effect(own.policy(cluster, method), period)}
+    kept = []
+    for plan in plans:
+        policy = plan.policy(cluster, method)
+        effect = _effect(policy, period)
+        if policy.buckets <= MOST_BUCKETS and effect not in seen:
+            seen.add(effect)
+            kept.append(plan)
+    return kept
+
+
+def _effect(policy: ExchangePolicy, period: int) -> tuple[int, int, bool]:
+    return policy.buckets, min(policy.in_flight, policy.buckets), policy.stagger and period > 1 and policy.buckets > 1
 
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate under its best bucket plan. `score` is its step time with the margins added; the least is
-    recommended. The margins are judgments, not measurements: how much speed should buy a coarser wire, looser timing,
-    slower mixing or options that are not the defaults.
+    """One candidate under its best bucket plan.
 
-    `contraction_per_second`: the factor by which the consensus distance shrinks in a second. `lambda_term`:
-    (1 + λ²)/(1 - λ²)², what the topology contributes to the convergence bound of DAdam, λ over a whole period.
-    `options`: what the line to paste carries of the bucket plan. `plans`: every plan that was predicted.
+    `score` is its step time with the margins added; the candidate with the lowest score is recommended. The margins are
+    judgments, not measurements: how much faster a coarser wire, looser timing, slower mixing or options other than the
+    defaults have to be.
+
+    `contraction_per_second` is the factor by which the consensus distance shrinks per second. `lambda_term` is
+    (1 + λ²)/(1 - λ²)², which the topology contributes to the convergence bound of DAdam, with λ the contraction of a
+    whole period. `options` are those of the bucket plan that are not the defaults. `plans` has all predicted plans.
     """
 
     method: str
@@ -58,6 +126,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Advice:
+    """A recommendation, all candidates by score, its sensitivity to the cluster, and the derived figures."""
+
     recommendation: dict[str, Any]
     table: list[Row]
     sensitivity: list[dict[str, Any]]
@@ -74,29 +144,29 @@ class Advice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method with its algorithm ("atc" is none of the names), and its predictions so far."""
+    """A method with its algorithm (no method name stands for "atc"), and its predictions so far."""
 
     method: Method
     algorithm: str
-    results: dict[Plan, Result]
+    results: dict[BucketPlan, Result]
     mixing: Mixing | None = None
 
-    def best(self) -> tuple[Plan, Result]:
-        """The first plan is the default; another must be a little faster than it."""
+    def best(self) -> tuple[BucketPlan, Result]:
+        """Return the best plan; another plan than the first, the default, must be faster by a margin."""
         default = next(iter(self.results))
         margin = {p: 1.0 if p == default else 1 + MARGINS["plan"] for p in self.results}
         plan = min(self.results, key=lambda p: self.results[p].step_time * margin[p])
         return plan, self.results[plan]
 
 
-def advise(cluster: Cluster, *, steps: int | None = None, seed: int = 0) -> Advice:
-    """Rank everything we know for this cluster."""
+def advise(cluster: ClusterSpec, *, steps: int | None = None, seed: int = 0) -> Advice:
+    """Predict all candidates on this cluster and recommend one."""
     layout = cluster.layout
     if layout.n == 1:
-        raise InputError("the cluster has one worker, so there is nothing to average; train it plainly")
+        raise InputError("the cluster has one worker, so there is nothing to average; train without decentralize()")
     length = steps if steps is not None else STEPS if layout.n <= MANY_WORKERS else STEPS // 2
 
-    def run(method: Method, plan: Plan, algorithm: str) -> Result:
+    def run(method: Method, plan: BucketPlan, algorithm: str) -> Result:
         return run_plan(cluster, method, plan, algorithm, length, seed)
 
     baselines = [_ddp(wire, cluster, run) for wire in ("fp32", "bf16")]
@@ -105,7 +175,7 @@ def advise(cluster: Cluster, *, steps: int | None = None, seed: int = 0) -> Advi
     fastest = min(next(iter(c.results.values())).step_time for c in [*baselines, *candidates])
     for c in candidates:
         default = next(iter(c.results.values()))
-        # with less waiting than its margin no other plan can win
+        # a candidate that waits less than the margin cannot gain from another plan
         if (
             c.algorithm in ("awc", "atc")
             and default.waiting > MARGINS["plan"]
@@ -121,7 +191,7 @@ def advise(cluster: Cluster, *, steps: int | None = None, seed: int = 0) -> Advi
     return Advice(_recommend(best, rows, ddp, facts), rows, sensitivity, facts)
 
 
-def run_plan(cluster: Cluster, method: Method, plan: Plan, algorithm: str, steps: int, seed: int) -> Result:
+def run_plan(cluster: ClusterSpec, method: Method, plan: BucketPlan, algorithm: str, steps: int, seed: int) -> Result:
     """Predict one method under a bucket plan."""
     if method.algorithm == "ddp":
         size = {"bucket_mb": plan.bucket_mb} if plan.bucket_mb is not None else {}
@@ -130,15 +200,15 @@ def run_plan(cluster: Cluster, method: Method, plan: Plan, algorithm: str, steps
     return predict(method, cluster, steps=steps, seed=seed, policy=policy)
 
 
-def _ddp(wire: str, cluster: Cluster, run: Any) -> Candidate:
+def _ddp(wire: str, cluster: ClusterSpec, run: Any) -> Candidate:
     assert wire in DDP_WIRES
     method = parse(f"ddp:{wire}")
-    plans = [Plan(), *(Plan(bucket_mb=s) for s in SIZES if s != cluster.ddp.bucket_mb)]
+    plans = [BucketPlan(), *(BucketPlan(bucket_mb=s) for s in SIZES if s != cluster.ddp.bucket_mb)]
     return Candidate(method, "ddp", {p: run(method, p, "ddp") for p in plans})
 
 
-def _gossip(cluster: Cluster, run: Any) -> list[Candidate]:
-    """Every topology, algorithm and wire under the default plan."""
+def _gossip(cluster: ClusterSpec, run: Any) -> list[Candidate]:
+    """Predict every topology, algorithm and wire under the default plan."""
     own = default_plan(cluster)
     made = []
     for e in entries():
@@ -150,8 +220,8 @@ def _gossip(cluster: Cluster, run: Any) -> list[Candidate]:
             method = parse(f"accumadam:{e.name}:{wire}")
             made += [Candidate(method, a, {own: run(method, own, a)}, mixing) for a in ("awc", "atc")]
             pair = [parse(f"{name}:{e.name}:{wire}") for name in ("ad-psgd", "a2cid2")]
-            result = run(pair[0], Plan(), pair[0].algorithm)  # the two differ in what they send, not when
-            made += [Candidate(m, m.algorithm, {Plan(): result}, mixing) for m in pair]
+            result = run(pair[0], BucketPlan(), pair[0].algorithm)  # both send at the same times
+            made += [Candidate(m, m.algorithm, {BucketPlan(): result}, mixing) for m in pair]
     return made
 
 
@@ -165,12 +235,12 @@ def _row(candidate: Candidate, ddp: Result, fewest: int) -> Row:
         rounds = mixing.rounds_to_1e3
         margin += MARGINS["mixing"] * math.log2(rounds / fewest) if rounds else 0.0
         margin += 1.0 * (not rounds or rounds > SLOWEST_MIXING)
-        if not method.asynchronous:  # asynchronous mixing has other constants
+        if not method.asynchronous:  # the constants of asynchronous mixing are different
             seconds = rounds * result.step_time if rounds else None
             contraction = mixing.contraction ** (1 / result.step_time)
             square = min(1.0, mixing.contraction_period) ** 2
             term = (1 + square) / (1 - square) ** 2 if square < 1 else None
-    # nodes must hear of each other: exchanges inside them do not make up for those that the links delay
+    # nodes must exchange with each other: exchanges inside them do not make up for those that slow links delay
     heard = max(min(result.exchange_rate, result.crossing), 1e-9)
     starved = max(1.0, FEWEST_EXCHANGES / heard) if method.asynchronous else 1.0
     return Row(
@@ -196,12 +266,12 @@ def _row(candidate: Candidate, ddp: Result, fewest: int) -> Row:
 def _recommend(best: Row, rows: list[Row], ddp: Result, facts: dict[str, float]) -> dict[str, Any]:
     exposed = max(0.0, ddp.step_time - ddp.compute_time)
     links = (
-        f"an all-reduce takes {facts['gamma']:.2g} times the compute, and of DDP's {ddp.step_time * 1e3:.0f} ms a step "
-        f"{exposed / ddp.step_time:.0%} are not compute"
+        f"an all-reduce takes {facts['gamma']:.2g} times the compute, and of DDP's {ddp.step_time * 1e3:.0f} ms per "
+        f"step {exposed / ddp.step_time:.0%} are not compute"
     )
     plain = next(r for r in rows if r.method == "ddp")
     if best.step_time > (1 - WORTH_IT) * plain.step_time:
-        cause = "your links hide the all-reduce" if facts["gamma"] < 2 / 3 else "gossip meets the same limit here"
+        cause = "compute hides the all-reduce" if facts["gamma"] < 2 / 3 else "gossip has the same limit here"
         why = f"stay with DDP: {cause}; {links}, and the best gossip ({best.method}) would save {best.saving:.1%}"
         if plain.options:
             why += f", where buckets of {plain.options['bucket_mb']:g} MiB save DDP {plain.saving:.1%}"
@@ -218,7 +288,7 @@ def _recommend(best: Row, rows: list[Row], ddp: Result, facts: dict[str, float])
 
 
 def line(row: Row) -> str:
-    """What to write instead of DDP(model), with every option that the prediction assumes."""
+    """Return the line of code to write instead of DDP(model), with every option that the prediction assumes."""
     method = parse(row.method)
     if row.ddp:
         size = f", bucket_cap_mb={row.options['bucket_mb']:g}" if row.options else ""
@@ -237,12 +307,12 @@ def _written(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else repr(value)
 
 
-def _sensitivity(cluster: Cluster, best: Row, steps: int, seed: int) -> list[dict[str, Any]]:
-    """The saving of the recommended method if the cluster were a little different."""
+def _sensitivity(cluster: ClusterSpec, best: Row, steps: int, seed: int) -> list[dict[str, Any]]:
+    """Return the saving of the recommended method on clusters that differ a little."""
     inter = cluster.links.inter
     flow = inter.flow_gbps
 
-    def faster(factor: float) -> Cluster:
+    def faster(factor: float) -> ClusterSpec:
         update = {"bandwidth_gbps": inter.bandwidth_gbps * factor, "flow_gbps": flow and flow * factor}
         return cluster.changed(links={"inter": inter.model_copy(update=update)})
 
@@ -254,7 +324,7 @@ def _sensitivity(cluster: Cluster, best: Row, steps: int, seed: int) -> list[dic
         sizes = [("twice the nodes", 2 * cluster.nodes)]
         sizes += [("half the nodes", cluster.nodes // 2)] if cluster.nodes >= 4 else []
         cases += [(what, cluster.resized(Layout.of([per_node[0]] * m))) for what, m in sizes]
-    method, plan = parse(best.method), replace(Plan(), **best.options)
+    method, plan = parse(best.method), replace(BucketPlan(), **best.options)
     rows = []
     for what, changed in cases:
         base = predict("ddp", changed, steps=steps, seed=seed).step_time

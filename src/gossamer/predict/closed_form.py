@@ -1,15 +1,16 @@
 """Step times by formula, in units of the mean compute time.
 
-γ is an all-reduce's time, ω the time of a gossip exchange across nodes relative to it (so C = ωγ), σ the standard
-deviation of a worker's compute time. The runtime model of "From Promise to Practice" (ICLR 2025) has these three
-numbers; the formulas here are our own derivation:
+γ is the time of an all-reduce, ω the time of a gossip exchange across nodes divided by γ (so that an exchange takes
+C = ωγ), and σ the standard deviation of a worker's compute time. The runtime model of "From Promise to Practice" (ICLR
+2025) has these three numbers; the formulas are our own derivation:
 
     T_AR = E[max of n X] + max(γ/B, γ - φ(1 - 1/B))         B buckets, backward share φ
     T_D  = max(1, C) (complete),  (1 + max(1, C))/2 (AER, four nodes or more), exactly, at σ = 0
 
-Assumed: compute times are independent and equally distributed; an exchange inside a node takes no time; links of
-different groups do not disturb each other; one bucket of gossip; all-reduces run one after another. With σ > 0 there
-is no formula for gossip: the simulator has the answer.
+T_AR is the step time with all-reduce, T_D that of decentralized training. The formulas assume that compute times are
+independent and identically distributed, that an exchange inside a node takes no time, that the links of different
+groups do not disturb each other, that gossip has one bucket, and that all-reduces run one after another. For σ > 0
+there is no formula for gossip; use the simulator.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ BACKWARD_SHARE = 2 / 3
 
 
 def expected_max(n: int, sigma: float, kind: str = "gaussian") -> float:
-    """E[max of n independent compute times] with mean 1 and standard deviation σ.
+    """Return E[max of n independent compute times] with mean 1 and standard deviation σ.
 
-    For "lognormal", σ is that of the logarithm, as in `runtime.compute`.
+    For "lognormal", σ is that of the logarithm, as in `gossamer.predict.compute`.
     """
     if n < 1 or sigma < 0:
         raise InputError(f"the expected maximum needs n >= 1 and sigma >= 0, got n={n}, sigma={sigma}")
@@ -55,14 +56,14 @@ def expected_max(n: int, sigma: float, kind: str = "gaussian") -> float:
 
 
 def allreduce_step(gamma: float, largest: float, *, buckets: int = 1, backward_share: float = BACKWARD_SHARE) -> float:
-    """T_AR, given E[max X]."""
+    """Return T_AR, given E[max X] as `largest`."""
     return largest + max(gamma / buckets, gamma - backward_share * (1 - 1 / buckets))
 
 
 def gossip_step(topology: Topology, cost: float) -> float:
-    """T_D at σ = 0: the largest mean cost of a cycle of the max-plus recursion, C across nodes and 0 inside.
+    """Return T_D at σ = 0, where an exchange costs `cost` across nodes and 0 inside a node.
 
-    With equal compute times the recursion repeats after a few periods, so this runs it until it does.
+    With equal compute times the max-plus recursion repeats after a few periods; this runs it until it does.
     """
     n, node = topology.n, np.array(topology.layout.node)
     one = topology.layout.nodes == 1
@@ -88,7 +89,7 @@ def gossip_step(topology: Topology, cost: float) -> float:
 
 @dataclass(frozen=True)
 class Contour:
-    """Saving (T_AR - T_D)/T_AR over a grid of γ and ω, for one σ."""
+    """The saving (T_AR - T_D) / T_AR over a grid of γ and ω, for one σ."""
 
     gamma: tuple[float, ...]
     omega: tuple[float, ...]
@@ -99,7 +100,7 @@ class Contour:
 def contour(
     topology: Topology, gammas: np.ndarray, omegas: np.ndarray, *, sigma: float = 0.0, steps: int = 400, seed: int = 0
 ) -> Contour:
-    """The saving as the paper pictures it. σ = 0 by formula, else by simulation of `steps` steps."""
+    """Compute the saving over a grid: by formula for σ = 0, otherwise by simulating `steps` steps."""
     from gossamer.predict.compute import Gaussian
     from gossamer.predict.costs import AbstractCosts
     from gossamer.predict.simulator import PAPER, simulate

@@ -1,8 +1,8 @@
-"""How long a step's computation takes: distributions with seeds, so that every algorithm sees the same draw.
+"""Compute times of steps: seeded distributions, so that every algorithm gets the same draws.
 
-A `Jitter` yields multipliers of the mean compute time, one for each step and worker. The random ones have mean 1 and
-a standard deviation of sigma (relative to the mean). Worker w's draws depend on the seed and w only: they stay the
-same when the number of workers or of steps changes. `parse_jitter` reads the text form of the command line.
+A `Jitter` gives multipliers of the mean compute time, one per step and worker. Random ones have mean 1 and standard
+deviation sigma, relative to the mean. Worker w's draws depend on the seed and on w only, so that they stay the same
+when the number of workers or steps changes. `parse_jitter` reads the text form of the command line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from gossamer.errors import InputError
 
 LONGEST = 1 << 25  # characters of a recording
-WIDEST, SLOWEST = 10.0, 1e6  # far beyond any machine: larger numbers would overflow
+WIDEST, SLOWEST = 10.0, 1e6  # limits far beyond real machines: larger numbers would overflow
 Table = NDArray[np.float64]  # [steps, workers]
 
 
@@ -30,7 +30,7 @@ class Jitter(ABC):
 
     @abstractmethod
     def sample(self, workers: int, steps: int, seed: int = 0) -> Table:
-        """The multipliers, shape [steps, workers]; equal arguments give equal tables."""
+        """Return the multipliers, shape [steps, workers]; equal arguments give equal tables."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Gamma(Jitter):
         _check("gamma", "sigma", self.sigma, 0.0, WIDEST)
 
     def sample(self, workers: int, steps: int, seed: int = 0) -> Table:
-        if self.sigma < 1e-6:  # its shape, 1/sigma^2, would overflow
+        if self.sigma < 1e-6:  # the shape 1/sigma^2 would overflow
             return np.ones((steps, workers))
         return _columns(workers, seed, lambda rng: rng.gamma(self.sigma**-2, self.sigma**2, steps))
 
@@ -139,7 +139,7 @@ class PerWorker(Jitter):
 class Replay(Jitter):
     """`replay:FILE`: recorded times over their mean, repeated as often as needed.
 
-    One column: every worker replays it from a place of its own, drawn from the seed. Several columns: worker w
+    One column: every worker replays it from its own starting point, drawn from the seed. Several columns: worker w
     replays column w.
     """
 
@@ -156,7 +156,7 @@ class Replay(Jitter):
 
     @classmethod
     def from_file(cls, path: str | Path) -> Replay:
-        """A JSON list (of numbers, or of one list a step), or text: a line a step, columns by comma or space."""
+        """Read a JSON list (numbers, or one list per step), or text (one line per step, columns by comma or space)."""
         try:
             with Path(path).open(encoding="utf-8") as file:
                 text = file.read(LONGEST + 1)
@@ -175,7 +175,7 @@ class Replay(Jitter):
             raise
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise InputError(
-                f"the recording {path} must hold numbers ({error!s:.100}); write one step a line"
+                f"the recording {path} must hold numbers ({error!s:.100}); write one step per line"
             ) from None
 
     def sample(self, workers: int, steps: int, seed: int = 0) -> Table:
@@ -192,7 +192,7 @@ class Replay(Jitter):
 
 @dataclass(frozen=True)
 class Product(Jitter):
-    """`A+B`: both at once, e.g. `lognormal:0.3+slow-worker:4`; the multipliers multiply."""
+    """`A+B`: both at once, e.g. `lognormal:0.3+slow-worker:4`; the multipliers are multiplied."""
 
     parts: tuple[Jitter, ...]
 
@@ -214,7 +214,7 @@ class ComputeTime:
         _check("compute time", "mean", self.mean, 0.0)
 
     def sample(self, workers: int, steps: int, seed: int = 0) -> Table:
-        """Seconds, shape [steps, workers]."""
+        """Return seconds, shape [steps, workers]."""
         return self.mean * self.jitter.sample(workers, steps, seed)
 
 
@@ -242,7 +242,7 @@ EXAMPLES = {
 
 
 def parse_jitter(text: str) -> Jitter:
-    """A jitter from its text form: one of `EXAMPLES`, or several joined by `+`."""
+    """Parse a jitter: one of the forms in `EXAMPLES`, or several joined by `+`."""
     if text.startswith("replay:"):
         return Replay.from_file(text.removeprefix("replay:"))
     parts = tuple(_parse_one(part.strip()) for part in text.split("+"))

@@ -1,12 +1,17 @@
-"""What one exchange costs: the same rounds and traffic that the engine executes, turned into seconds.
+"""The cost of an exchange in seconds, from the same rounds and traffic that the engine executes.
 
-An `Exchange` is a round prepared for the simulator: who waits for whom, fixed seconds before and after the network,
-and the jobs it puts on the nodes' network interfaces. Two cost models make them: `AbstractCosts` (the paper's setting:
-a fixed cost across nodes, none inside one, no contention) and `ClusterCosts` (bytes over described links).
+An `ExchangeCost` is a round prepared for the simulator: which workers wait for which, fixed seconds before and after
+the network, and the jobs for the nodes' network interfaces. There are two cost models: `AbstractCosts` (the paper's
+setting: a fixed cost across nodes, none inside a node, no contention) and `ClusterCosts` (bytes over described links).
+
+Jobs share a link equally (processor sharing). In *virtual time* every present job progresses at rate 1: the virtual
+time V grows at rate 1/m while m jobs are present, and a job of work w that arrives at virtual time V ends when V has
+grown by w (Kleinrock, "Queueing Systems" II, section 4.4).
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,20 +21,21 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gossamer.predict.cluster import Cluster
+from gossamer.predict.cluster import ClusterSpec
 from gossamer.predict.methods import WIRES
 from gossamer.topology import Layout, Round
 from gossamer.topology.plan import traffic
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+FEW = 40  # jobs below which plain Python is faster than about twenty calls of numpy
 
 
 class Peers:
-    """Who waits for whom in a round: the whole group if it averages uniformly, else the neighbors.
+    """Which workers wait for which in a round: for the whole group if it averages uniformly, else for the neighbors.
 
-    A worker's row lists those whose times count for it, itself included. Rows are concatenated in `members` and begin
-    at `starts`; `row[i]` is worker i's (groups share one).
+    A worker's row lists the workers it waits for, itself included. Rows are concatenated in `members` and begin at
+    `starts`; `row[i]` is the row of worker i (the workers of a group share one).
     """
 
     def __init__(self, round: Round, n: int) -> None:
@@ -53,7 +59,7 @@ class Peers:
             self.partner = self.members[first] + self.members[first + sizes[self.row] - 1] - np.arange(n)
 
     def of(self, worker: int) -> tuple[int, ...]:
-        """The worker and those it waits for."""
+        """Return the worker and the workers that it waits for."""
         if self.round.weights is None:
             return self.round.group_of(worker)
         stop = self.starts[worker + 1] if worker + 1 < len(self.starts) else len(self.members)
@@ -61,7 +67,7 @@ class Peers:
 
 
 class Latest:
-    """For every worker of several exchanges side by side, [exchanges x n], the largest of its own and peers' times."""
+    """The largest of each worker's own and its peers' times, for several exchanges at once, [exchanges x n]."""
 
     def __init__(self, peers: Sequence[Peers]) -> None:
         n = len(peers[0].row)
@@ -87,8 +93,8 @@ class Latest:
 class Jobs:
     """Transfers that share links: job j keeps link[j] busy for work[j] seconds.
 
-    `worker` is where its arrival time is read and its end is written; a job alone takes at least `least` seconds
-    (a slow pair of nodes), however idle the link.
+    A job arrives when worker[j] is ready, and worker[j] waits for its end. A job takes at least `least` seconds, even
+    on an idle link (a slow pair of nodes).
     """
 
     link: Ints
@@ -101,11 +107,11 @@ NO_JOBS = Jobs(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0), np.emp
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """One bucket's exchange in one round, in seconds a worker.
+class ExchangeCost:
+    """The cost of one bucket's exchange in one round, in seconds per worker.
 
-    `local` is transfer inside the node, half before and half after the network, shared with the other buckets in
-    flight; `latency` is not shared. `sent` is bytes, for the record.
+    `local` is the transfer inside the node, half before and half after the network; the buckets in flight share it.
+    `latency` is not shared. `sent` is the number of bytes, for traces.
     """
 
     peers: Peers
@@ -116,26 +122,26 @@ class Exchange:
 
 
 class Costs(Protocol):
-    """A cost model: prices an exchange of a share of the model, and its all-reduce over everyone."""
+    """A cost model: the costs of an exchange and of an all-reduce of a share of the model."""
 
     @property
     def layout(self) -> Layout: ...
     @property
     def links(self) -> int:
-        """How many links jobs can name."""
+        """The number of links that jobs can name."""
         ...
 
-    def exchange(self, round: Round, share: float) -> Exchange: ...
+    def exchange(self, round: Round, share: float) -> ExchangeCost: ...
     def allreduce(self, share: float) -> float: ...
 
 
 @dataclass(frozen=True)
 class AbstractCosts:
-    """The paper's setting, in units of the mean compute: all-reduce γ, across nodes ωγ, inside a node 0.
+    """The paper's setting, in mean compute times: an all-reduce costs γ, an exchange ωγ across nodes, 0 inside.
 
     Exchanges of different workers do not disturb each other; the buckets of one worker share its link. In a layout of
-    one node every worker counts as a node of its own. `hierarchical` sends less across nodes than the flat ring that
-    ω is measured with: g/(2(g-1)) of it for a group of g on two nodes.
+    one node every worker counts as a node of its own. A hierarchical exchange sends less across nodes than the flat
+    ring that ω is measured with: g/(2(g-1)) of it for a group of g workers on two nodes.
     """
 
     layout: Layout
@@ -148,7 +154,7 @@ class AbstractCosts:
     def links(self) -> int:
         return self.layout.n
 
-    def exchange(self, round: Round, share: float) -> Exchange:
+    def exchange(self, round: Round, share: float) -> ExchangeCost:
         n, node = self.layout.n, self.layout.node
         full = self.omega * self.gamma * share * WIRES[self.wire] / WIRES["fp32"]
         cost = np.zeros(n)
@@ -160,9 +166,9 @@ class AbstractCosts:
                 cost[list(g)] = full * volume / flat
         nothing = np.zeros(n)
         if share == 1:
-            return Exchange(Peers(round, n), nothing, cost)
+            return ExchangeCost(Peers(round, n), nothing, cost)
         busy = np.flatnonzero(cost)
-        return Exchange(Peers(round, n), nothing, nothing, Jobs(busy, busy, cost[busy], cost[busy]))
+        return ExchangeCost(Peers(round, n), nothing, nothing, Jobs(busy, busy, cost[busy], cost[busy]))
 
     def allreduce(self, share: float) -> float:
         return self.gamma * share * WIRES[self.wire] / WIRES["fp32"] if self.layout.n > 1 else 0.0
@@ -172,10 +178,10 @@ class AbstractCosts:
 class ClusterCosts:
     """Seconds on a described cluster, from the bytes of each exchange's plan.
 
-    `collective`: groups average by one flat all-reduce, as DDP's, instead of our plans (Decent-DP's way).
+    With `collective`, groups average by one flat all-reduce like DDP's instead of our plans, as Decent-DP does.
     """
 
-    cluster: Cluster
+    cluster: ClusterSpec
     wire: str = "fp32"
     hierarchical: bool = True
     collective: bool = False
@@ -188,7 +194,7 @@ class ClusterCosts:
     def links(self) -> int:
         return self.layout.nodes
 
-    def exchange(self, round: Round, share: float) -> Exchange:
+    def exchange(self, round: Round, share: float) -> ExchangeCost:
         layout, links = self.layout, self.cluster.links
         elements = self.cluster.model.bytes / 4 * share
         if self.collective and round.weights is None:
@@ -201,15 +207,15 @@ class ClusterCosts:
             intra = (t.intra_wired * wired + t.intra_plain * 4) * elements
             steps = t.steps
         crosses = inter > 0
-        # a hierarchical exchange has two steps inside the node around those across nodes
+        # a hierarchical exchange has two steps inside the node, before and after those across nodes
         inside = np.where(crosses, np.where((intra > 0) & (steps > 2) & (not self.collective), 2, 0), steps)
         local = intra / links.intra.bytes_per_second
         latency = inside * links.intra.latency + (steps - inside) * links.inter.latency
         jobs = self._jobs(round, inter)
-        return Exchange(Peers(round, layout.n), local, latency, jobs, inter + intra)
+        return ExchangeCost(Peers(round, layout.n), local, latency, jobs, inter + intra)
 
     def _jobs(self, round: Round, inter: Floats) -> Jobs:
-        """One job for each group and node (for each worker in a weighted round)."""
+        """Return one job per group and node (per worker in a weighted round)."""
         node = self.layout.node
         rows: list[tuple[int, int, float, float]] = []
         for g in round.groups:
@@ -237,7 +243,7 @@ class ClusterCosts:
         return Jobs(at[:, 0], at[:, 1], table[:, 2], table[:, 3])
 
     def _bandwidth(self, node: int, group: set[int]) -> tuple[float, float]:
-        """Bytes a second of the slowest pair this node uses in the group, and of its interface."""
+        """Return bytes per second of the slowest pair of nodes used in the group, and of the interface."""
         default = self.cluster.links.inter.bytes_per_second
         rates = [
             p.bytes_per_second
@@ -249,7 +255,10 @@ class ClusterCosts:
         return slowest, max([slowest] if covered and rates else [*rates, default])
 
     def allreduce(self, share: float) -> float:
-        """Ring: 2(n-1)/n of the data through every interface. Two nodes under `best`: the data once each way."""
+        """Return the seconds of an all-reduce.
+
+        A ring sends 2(n-1)/n of the data through every interface; `best` on two nodes sends the data once each way.
+        """
         n, links = self.layout.n, self.cluster.links
         if n == 1:
             return 0.0
@@ -269,7 +278,7 @@ class ClusterCosts:
 
 
 def _collective(round: Round, layout: Layout, *, tree: bool) -> tuple[Floats, Floats, Ints]:
-    """Bucket sizes each worker sends across and inside nodes, and steps, when groups use one all-reduce.
+    """Return what workers send across and inside nodes, in bucket sizes, and the steps of one all-reduce per group.
 
     A ring sends 2(g-1)/g over each hop; with `tree`, a group on two nodes sends its data once between them.
     """
@@ -286,3 +295,83 @@ def _collective(round: Round, layout: Layout, *, tree: bool) -> tuple[Floats, Fl
                 inter[w] += 1.0 if two else volume
             steps[w] = 2 * (len(g) - 1)
     return inter, intra, steps
+
+
+def share(arrival: Floats, work: Floats) -> Floats:
+    """Return when each job ends under processor sharing, one link per row.
+
+    Rows are padded with jobs of no work that never arrive (infinity).
+    """
+    columns = arrival.shape[1]
+    if columns == 1:
+        return arrival + work
+    if arrival.size <= FEW:
+        return np.array([_one(a, w) for a, w in zip(arrival.tolist(), work.tolist(), strict=True)])
+    if columns == 2:
+        return _two(arrival, work)
+    end, crowded = _crowded(arrival, work)
+    for row in np.flatnonzero(~crowded).tolist():
+        end[row] = _one(arrival[row].tolist(), work[row].tolist())
+    return end
+
+
+def _one(arrival: list[float], work: list[float]) -> list[float]:
+    """Simulate one link, event by event."""
+    end = list(arrival)
+    present: list[tuple[float, int]] = []  # (virtual time of its end, job)
+    now = virtual = 0.0
+    for job in sorted(range(len(arrival)), key=arrival.__getitem__):
+        at = arrival[job]
+        while present:
+            finish, first = present[0]
+            then = now + (finish - virtual) * len(present)
+            if then > at:
+                virtual += (at - now) / len(present)
+                break
+            now, virtual = then, finish
+            end[first] = then
+            heapq.heappop(present)
+        if work[job] == 0:  # padding; it sorts last
+            continue
+        now = at
+        heapq.heappush(present, (virtual + work[job], job))
+    while present:
+        finish, first = present[0]
+        now, virtual = now + (finish - virtual) * len(present), finish
+        end[first] = now
+        heapq.heappop(present)
+    return end
+
+
+def _two(arrival: Floats, work: Floats) -> Floats:
+    """Two jobs per link: full speed until the second arrives, half the speed while both are present."""
+    swap = arrival[:, 1] < arrival[:, 0]
+    first, second = arrival.min(axis=1), arrival.max(axis=1)
+    own, other = np.where(swap, work[:, 1], work[:, 0]), np.where(swap, work[:, 0], work[:, 1])
+    left = np.maximum(own - (second - first), 0.0)
+    both = np.minimum(left, other)
+    end_first = np.where(left > 0, second + left + both, first + own)
+    end_second = second + other + both
+    return np.stack([np.where(swap, end_second, end_first), np.where(swap, end_first, end_second)], axis=1)
+
+
+def _crowded(arrival: Floats, work: Floats) -> tuple[Floats, NDArray[np.bool_]]:
+    """Compute all rows at once, and the rows that this is valid for: all jobs arrive before the first one ends."""
+    rows, columns = arrival.shape
+    never = np.isinf(arrival)
+    if never.any():  # padding arrives with the last job and ends immediately, before the others
+        last = np.where(never, -np.inf, arrival).max(axis=1, keepdims=True)
+        arrival = np.where(never, last, arrival)
+    at = np.arange(rows)[:, None]
+    order = arrival.argsort(axis=1, kind="stable")
+    sorted_arrival = arrival[at, order]
+    virtual = np.zeros_like(arrival)
+    np.cumsum(np.diff(sorted_arrival, axis=1) / np.arange(1, columns), axis=1, out=virtual[:, 1:])
+    finish = virtual + work[at, order]
+    by_finish = finish.argsort(axis=1, kind="stable")
+    finish = finish[at, by_finish]
+    crowded = finish[:, 0] >= virtual[:, -1]
+    steps = np.diff(finish, axis=1, prepend=virtual[:, -1:]) * np.arange(columns, 0, -1)
+    end = np.empty_like(arrival)
+    end[at, order[at, by_finish]] = sorted_arrival[:, -1:] + np.cumsum(steps, axis=1)
+    return end, crowded

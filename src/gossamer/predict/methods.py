@@ -1,4 +1,4 @@
-"""Methods by name: what `bench`, `compare`, `simulate` and `advise` compare, written `NAME[:TOPOLOGY[:WIRE]]`.
+"""Methods by name. `bench`, `compare`, `simulate` and `advise` compare methods, written `NAME[:TOPOLOGY[:WIRE]]`.
 
 `ddp` is torch's DistributedDataParallel with Adam, the baseline; it has no topology, so its second part is a wire:
 `ddp:bf16` is DDP with torch's bf16 communication hook. Every other name gossips: `dadam:ring`, `accumadam:aer:bf16`.
@@ -19,13 +19,13 @@ WireName = Literal["fp32", "bf16", "fp16", "int8"]
 
 # Bytes in flight per fp32 element. int8 carries one fp32 scale for every block of 256 elements.
 WIRES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0 + 4.0 / 256}
-DDP_WIRES = ("fp32", "bf16", "fp16")  # what torch's communication hooks offer
+DDP_WIRES = ("fp32", "bf16", "fp16")  # the wires of torch's communication hooks
 DEFAULT_TOPOLOGY = "aer"
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a method's name stands for; `summary` is one line for people."""
+    """The meaning of a method's name; `summary` is one line for people."""
 
     algorithm: Algorithm
     optimizer: str
@@ -46,7 +46,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Method:
-    """One parsed method. `topology` is None for DDP only; `str(method)` writes it back in full."""
+    """One parsed method. `topology` is None for DDP only; `str(method)` gives the full written form."""
 
     name: str
     algorithm: Algorithm
@@ -68,7 +68,7 @@ class Method:
 
 
 def parse(text: str) -> Method:
-    """Read one method; a near miss is named in the error."""
+    """Parse one method; the error for an unknown name suggests a similar one."""
     parts = [p.strip() for p in text.strip().lower().split(":")]
     name, rest = parts[0], parts[1:]
     if name not in FAMILIES:
@@ -105,7 +105,7 @@ def parse(text: str) -> Method:
 
 
 def parse_list(text: str) -> tuple[Method, ...]:
-    """Read a comma list of methods; commas inside brackets belong to a topology's options."""
+    """Parse a comma-separated list of methods; commas inside parentheses belong to a topology's options."""
     pieces, depth = [""], 0
     for c in text:
         depth += (c == "(") - (c == ")")

@@ -1,4 +1,4 @@
-"""One call for every method: the predicted step time on a described cluster or in the paper's abstract setting."""
+"""`predict`: the step time of any method, on a described cluster or in the paper's abstract setting."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import numpy as np
 
 from gossamer.errors import InputError
 from gossamer.predict.asynchronous import simulate_async
-from gossamer.predict.cluster import Cluster, MiB
+from gossamer.predict.cluster import ClusterSpec, MiB
 from gossamer.predict.compute import parse_jitter
 from gossamer.predict.costs import AbstractCosts, ClusterCosts, Floats
 from gossamer.predict.methods import Method, parse
-from gossamer.predict.simulator import PAPER, Policy, Result, simulate, simulate_ddp
+from gossamer.predict.simulator import PAPER, ExchangePolicy, Result, simulate, simulate_ddp
 from gossamer.topology import Layout, Round, build
 from gossamer.topology.schedule import Schedule
 from gossamer.trace import Trace
 
 STEPS = 400
-MOST_TIMES = 1 << 27  # a gigabyte of compute times
+MOST_TIMES = 1 << 27  # compute times in memory: one gigabyte
 
 
 @dataclass(frozen=True)
 class Abstract:
-    """The paper's setting: γ, ω and a jitter, times in units of the mean compute. See `closed_form`."""
+    """The paper's abstract setting: γ, ω and a jitter, with times in mean compute times. See `closed_form`."""
 
     layout: Layout
     gamma: float
@@ -43,24 +43,24 @@ class Abstract:
         return replace(self, layout=layout)
 
 
-Setting = Cluster | Abstract
+Setting = ClusterSpec | Abstract
 
 
-def default_policy(setting: Setting, method: Method | None = None) -> Policy:
-    """Abstract: the paper's. On a cluster: the engine's, or what the peer package does."""
+def default_policy(setting: Setting, method: Method | None = None) -> ExchangePolicy:
+    """Return the default policy: in the abstract setting the paper's, else the engine's or the peer package's."""
     if isinstance(setting, Abstract):
         return PAPER
     if method is None or method.topology is None:
-        return Policy(setting.model.buckets_for(1))
+        return ExchangePolicy(setting.model.buckets_for(1))
     if method.package == "decent-dp":
-        # torch's all-reduce in each group, one after another, all buckets by the same round
+        # torch's all-reduce in each group, one after another, with the same round for all buckets
         buckets = setting.model.buckets or math.ceil(setting.model.bytes / (25 * MiB))
-        return Policy(buckets, stagger=False, hierarchical=False, in_flight=1)
-    return Policy(setting.model.buckets_for(build(method.topology, setting.layout).period))
+        return ExchangePolicy(buckets, stagger=False, hierarchical=False, in_flight=1)
+    return ExchangePolicy(setting.model.buckets_for(build(method.topology, setting.layout).period))
 
 
 def ddp_shares(setting: Setting, buckets: int = 1) -> Floats:
-    """The parts of the model that DDP reduces one by one: torch's first bucket is 1 MiB, the others the set size."""
+    """Return the shares of the model in DDP's buckets: torch's first bucket has 1 MiB, the others the set size."""
     if isinstance(setting, Abstract):
         return np.full(buckets, 1 / buckets)
     total, cap = setting.model.bytes, setting.ddp.bucket_mb * MiB
@@ -77,11 +77,15 @@ def predict(
     *,
     steps: int = STEPS,
     seed: int = 0,
-    policy: Policy | None = None,
+    policy: ExchangePolicy | None = None,
     rate: float = 1.0,
     trace_steps: int = 0,
 ) -> Result:
-    """Simulate `steps` steps of a method. The same seed gives every method the same compute times."""
+    """Simulate `steps` steps of a method; the same seed gives every method the same compute times.
+
+    `rate` is the number of exchanges per gradient of an asynchronous method. The result has the spans of the first
+    `trace_steps` steps.
+    """
     method = parse(method) if isinstance(method, str) else method
     if steps < 10:
         raise InputError(f"a prediction needs at least 10 steps to settle, got {steps}")
@@ -116,12 +120,16 @@ def predict(
 
 
 def predicted_trace(method: Method | str, setting: Setting, result: Result) -> Trace:
-    """A result's spans as a trace, to write, draw or compare with a measured one."""
+    """Return a result's spans as a trace, which can be written, drawn or compared with a measured one."""
     return Trace(result.spans, setting.layout.node, f"{method} (predicted)")
 
 
-def derived(setting: Cluster) -> dict[str, float]:
-    """γ, ω and σ² of a cluster: all-reduce over compute, an AER exchange between two nodes over all-reduce, jitter."""
+def derived(setting: ClusterSpec) -> dict[str, float]:
+    """Return γ, ω and σ² of a cluster, and the times they come from.
+
+    γ is the time of an all-reduce over the compute time, ω that of an exchange between two nodes over an all-reduce,
+    σ² the relative variance of compute times.
+    """
     compute = float(setting.compute.means(setting.layout.n).mean()) + setting.compute.update_seconds
     costs = ClusterCosts(setting)
     allreduce = costs.allreduce(1.0)

@@ -1,14 +1,14 @@
-"""The step times of synchronous training, simulated: a max-plus recursion over the rounds the engine executes.
+"""Simulated step times of synchronous training: a max-plus recursion over the rounds that the engine executes.
 
-Gossip while computing (derived from the update of the AWC method, "From Promise to Practice", ICLR 2025): worker i
+With gossip while computing (derived from the update of the AWC method, "From Promise to Practice", ICLR 2025), worker i
 ends step k at
 
     u_i(k) = max{ u_i(k-1) + X_i(k),  max over its exchanges of  max_{j in G_i(k)} u_j(k-1) + C_i(k) }
 
-because the exchange of the values after step k-1 runs during step k's compute X_i(k) and is needed at its end; the
-optimizer's update comes after that and is added. The step time is the growth of u a step. Buckets are launched
-together, at most `in_flight` at once, each by its own round when staggered. Exchanges share their nodes' network
-interfaces: an interface serves what is there in equal parts.
+because the exchange of the values after step k-1 runs during the compute time X_i(k) of step k and is needed at its
+end; G_i(k) is the worker's group and C_i(k) the cost of its exchange. The optimizer's update is added after that. The
+step time is the growth of u per step. Buckets are launched together, at most `in_flight` at once, each with its own
+round if staggered. Exchanges share the network interfaces of their nodes equally.
 
 Approximations: a transfer is served by both ends' interfaces independently and ends when both are done; between
 steps an interface keeps a backlog of work, not of single transfers; a step mixes all buckets or none (staleness).
@@ -23,20 +23,18 @@ import numpy as np
 
 from gossamer.errors import InputError
 from gossamer.predict.cluster import MOST_BUCKETS
-from gossamer.predict.costs import Costs, Exchange, Floats, Latest
-from gossamer.predict.recorder import Recorder
-from gossamer.predict.sharing import share
-from gossamer.topology import Round
+from gossamer.predict.costs import Costs, ExchangeCost, Floats, Ints, Latest, share
+from gossamer.topology import Layout, Round
 from gossamer.topology.schedule import Schedule
 from gossamer.trace import Span
 
 
 @dataclass(frozen=True)
-class Policy:
+class ExchangePolicy:
     """How exchanges are spread over time; the defaults are the engine's.
 
-    `combine="atc"` (adapt then combine) averages after the step, without overlap. `every`: mix every so many steps.
-    `staleness`: how often a step may go on without its exchange before it waits.
+    `combine="atc"` (adapt then combine) averages after the step, without overlap. Workers mix every `every` steps. A
+    worker may take `staleness` steps without its exchange before it waits.
     """
 
     buckets: int = 4
@@ -56,47 +54,49 @@ class Policy:
         if self.buckets > MOST_BUCKETS:
             raise InputError(f"buckets must be at most {MOST_BUCKETS}, got {self.buckets}; use fewer")
         if self.combine == "atc" and self.staleness:
-            raise InputError(f"atc waits for its exchange at once, so staleness must be 0, got {self.staleness}")
+            raise InputError(f"atc waits for every exchange, so staleness must be 0, got {self.staleness}")
 
 
-MOST_KEPT = 1 << 24  # times of prepared exchanges, which bounds their memory
-PAPER = Policy(buckets=1, stagger=False, hierarchical=False)  # the paper's setting: one exchange a step
+TINY = 1e-12  # shorter waits are rounding errors
+MOST_KEPT = 1 << 24  # numbers in prepared exchanges; bounds their memory
+PAPER = ExchangePolicy(buckets=1, stagger=False, hierarchical=False)  # the paper's setting: one exchange per step
 
 
 @dataclass(frozen=True)
 class Result:
-    """A simulated run. `durations` are all workers' step durations after the warm-up; `spans` of its first steps."""
+    """A simulated run. `durations` are the steps of all workers after the warm-up, `spans` those of the first steps."""
 
     step_time: float
     compute_time: float
     durations: Floats
     spans: tuple[Span, ...] = ()
-    rates: Floats = field(default_factory=lambda: np.empty(0))  # steps a second of each worker
-    exchange_rate: float = 1.0  # exchanges a worker takes part in, per step
-    crossing: float = 1.0  # asynchronous: exchanges across nodes, of those that would be without waiting for links
+    rates: Floats = field(default_factory=lambda: np.empty(0))  # steps per second of each worker
+    exchange_rate: float = 1.0  # exchanges of a worker per step
+    crossing: float = 1.0  # asynchronous: exchanges across nodes over their number on infinitely fast links
 
     @property
     def waiting(self) -> float:
-        """The part of the time that is not compute."""
+        """The share of the time that is not compute."""
         return max(0.0, 1 - self.compute_time / self.step_time)
 
     def percentiles(self) -> dict[str, float]:
+        """Return percentiles of the step durations."""
         values = np.percentile(self.durations, (5, 50, 95, 99))
         return dict(zip(("p5", "p50", "p95", "p99"), map(float, values), strict=True))
 
 
 class Network:
-    """The nodes' interfaces, and one step's exchanges through them."""
+    """The network interfaces of the nodes, and the exchanges of a step through them."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, policy: Policy) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs, policy: ExchangePolicy) -> None:
         self.schedule, self.costs, self.policy = schedule, costs, policy
         self.backlog = np.zeros(costs.links)
-        self._prepared: dict[int, tuple[Round, Exchange]] = {}
+        self._prepared: dict[int, tuple[Round, ExchangeCost]] = {}
         self._waves: dict[int, list[Wave]] = {}
         self._most = max(64, MOST_KEPT // (costs.layout.n * policy.buckets))
 
     def run(self, k: int, launch: Floats, recorder: Recorder | None = None) -> Floats:
-        """When every worker has all buckets of the k-th exchange, launched at `launch`."""
+        """Return when every worker has all buckets of exchange k, launched at `launch`."""
         n, bucket = len(launch), 0
         done = launch
         # [in flight x workers], side by side
@@ -115,7 +115,7 @@ class Network:
         return done
 
     def _step(self, k: int) -> list[Wave]:
-        """The k-th step's buckets, as many together as may be in flight."""
+        """Return the buckets of exchange k, in waves of as many as may be in flight."""
         key = -1 if self.schedule.averages(k) else k % self.schedule.topology.period
         found = self._waves.get(key)
         if found is None:
@@ -127,21 +127,21 @@ class Network:
             found = self._waves[key] = [Wave(made[b : b + width]) for b in range(0, len(made), width)]
         return found
 
-    def _exchange(self, k: int, bucket: int) -> Exchange:
+    def _exchange(self, k: int, bucket: int) -> ExchangeCost:
         round = self.schedule.round(k, bucket)
         found = self._prepared.get(id(round))
-        if found is None:  # the round is kept beside it, so that its id stays its own
+        if found is None:  # the round is kept too, so that its id is not used again
             found = self._prepared[id(round)] = round, self.costs.exchange(round, 1 / self.policy.buckets)
         return found[1]
 
 
 class Wave:
-    """Exchanges of several buckets in flight together, side by side: arrays of [exchanges x workers].
+    """Exchanges of several buckets that are in flight together: arrays of [exchanges x workers].
 
-    Holds where each exchange's jobs sit in the table of the interfaces they use, [interfaces x jobs].
+    `slot` is the place of each job in `table`, which has one row per used interface, [interfaces x jobs].
     """
 
-    def __init__(self, exchanges: list[Exchange]) -> None:
+    def __init__(self, exchanges: list[ExchangeCost]) -> None:
         self.exchanges = exchanges
         n = len(exchanges[0].local)
         self.latest = Latest([e.peers for e in exchanges])
@@ -165,7 +165,7 @@ class Wave:
         self.total = self.work.sum(axis=1)
 
     def run(self, starts: Floats, backlog: Floats) -> Floats:
-        """When each exchange ends on every worker; `backlog` (busy until, by link) is brought up to date."""
+        """Return when each exchange ends on every worker; updates `backlog`, the time until which each link is busy."""
         ready = self.latest(starts) + self.local
         if len(self.slot):
             arrival = ready[self.worker]
@@ -182,14 +182,17 @@ def simulate(
     schedule: Schedule,
     costs: Costs,
     compute: Floats,
-    policy: Policy,
+    policy: ExchangePolicy,
     *,
     rounds: int,
     update: float = 0.0,
     trace_steps: int = 0,
 ) -> Result:
-    """Run `rounds` exchanges of gossip; `compute` is [steps, workers] with room for all steps they take, `update` the
-    optimizer's seconds at the end of each."""
+    """Simulate `rounds` exchanges of gossip.
+
+    `compute` has the compute times, [steps, workers], of at least all steps taken; `update` is the optimizer's time at
+    the end of each step.
+    """
     schedule = replace(
         schedule, stagger=policy.stagger, hierarchical=policy.hierarchical, average_every=policy.average_every
     )
@@ -256,7 +259,7 @@ def simulate(
 
 
 def _result(history: Floats, steps: np.ndarray, compute: Floats, spans: tuple[Span, ...]) -> Result:
-    warm = min(len(history) // 5, len(history) - 2)  # the workers' spread needs some steps to settle
+    warm = min(len(history) // 5, len(history) - 2)  # the workers need some steps to spread in time
     passed = history[-1] - history[warm]
     rates = (steps[-1] - steps[warm]) / np.where(passed > 0, passed, np.inf)
     total = float((steps[-1] - steps[warm]).sum())
@@ -280,10 +283,10 @@ def simulate_ddp(
     update: float = 0.0,
     trace_steps: int = 0,
 ) -> Result:
-    """Torch's DDP: bucket b, `shares[b]` of the model, is all-reduced once all workers' gradients for it are ready.
+    """Simulate torch's DDP: bucket b, `shares[b]` of the model, is all-reduced once all workers have its gradients.
 
-    Gradients appear evenly over the last `backward_share` of a step; all-reduces run one after another. A step ends
-    when the slowest worker and the last all-reduce have ended, and the optimizer's `update`, on all workers together.
+    Gradients appear evenly over the last `backward_share` of a step; all-reduces run one after another. A step
+    ends on all workers together, after the slowest worker, the last all-reduce and the optimizer's `update`.
     """
     cost = np.array([costs.allreduce(s) for s in shares])
     ready_at = 1 - backward_share + backward_share * np.cumsum(shares)
@@ -299,3 +302,108 @@ def simulate_ddp(
         spans = recorder.spans
     mean = float(durations.mean())
     return Result(mean, float(compute.mean()) + update, durations, tuple(spans), np.full(compute.shape[1], 1 / mean))
+
+
+@dataclass(frozen=True)
+class _Flight:
+    bucket: int
+    exchange: ExchangeCost
+    started: Floats
+    end: Floats
+
+
+class Recorder:
+    """Collects the spans of the first `steps` steps of every worker, in the form that the engine records."""
+
+    def __init__(self, layout: Layout, steps: int) -> None:
+        self.layout, self.steps = layout, steps
+        self.spans: list[Span] = []
+        self._flights: list[_Flight] = []
+        self._round = -1
+
+    def compute(self, step: Ints, start: Floats, seconds: Floats, only: np.ndarray | None = None) -> None:
+        for i in range(self.layout.n) if only is None else np.flatnonzero(only):
+            if step[i] < self.steps:
+                begin = float(start[i])
+                self.spans.append(Span("compute", int(i), begin, begin + float(seconds[i]), {"step": int(step[i])}))
+
+    def update(self, step: Ints, start: Floats, seconds: float, only: np.ndarray | None = None) -> None:
+        """Record the optimizer's part of a step."""
+        for i in (range(self.layout.n) if only is None else np.flatnonzero(only)) if seconds else ():
+            if step[i] < self.steps:
+                begin = float(start[i])
+                self.spans.append(Span("step", int(i), begin, begin + seconds, {"step": int(step[i])}))
+
+    def exchange(self, k: int, bucket: int, exchange: ExchangeCost, started: Floats, end: Floats) -> None:
+        if k != self._round:
+            self._round, self._flights = k, []
+        self._flights.append(_Flight(bucket, exchange, started, end))
+        for i in np.flatnonzero(exchange.peers.active):
+            last = self._last(self._flights[-1], int(i))
+            attrs = {"round": k, "bucket": bucket, "peer": last}
+            if len(exchange.sent):
+                attrs["bytes"] = round(float(exchange.sent[i]))
+            self.spans.append(Span("exchange", int(i), float(started[i]), float(end[i]), attrs))
+
+    def wait(self, k: int, step: Ints, start: Floats, end: Floats) -> None:
+        """Record how workers wait for their last exchange: first for a late peer, then for the link."""
+        for i in np.flatnonzero(end > start + TINY):
+            if step[i] >= self.steps:
+                continue
+            flight = max((f for f in self._flights if f.exchange.peers.active[i]), key=lambda f: float(f.end[i]))
+            peer = self._last(flight, int(i))
+            attrs = {"step": int(step[i]), "round": k, "bucket": flight.bucket}
+            begin, stop = float(start[i]), float(end[i])
+            arrived = min(max(float(flight.started[peer]), begin), stop) if peer != i else begin
+            if arrived > begin + TINY:
+                self.spans.append(Span("wait", int(i), begin, arrived, {**attrs, "peer": peer}))
+            if stop > arrived + TINY:
+                nodes = sorted((self.layout.node[i], self.layout.node[self._far(flight, int(i))]))
+                link = f"{nodes[0]}-{nodes[1]}"
+                self.spans.append(Span("wait", int(i), arrived, stop, {**attrs, "link": link}))
+
+    def ddp_step(
+        self, k: int, begin: float, end: float, compute: Floats, ready_at: Floats, cost: Floats, update: float
+    ) -> None:
+        """Record one step of DDP: all workers wait for the slowest one, then for the all-reduce, and update."""
+        slowest = int(compute.argmax())
+        last = begin + float(compute[slowest])
+        free = begin
+        flights = []
+        for b, seconds in enumerate(cost):
+            start = max(free, begin + float(compute[slowest] * ready_at[b]))
+            free = start + float(seconds)
+            flights.append((b, start, free))
+        for i, seconds in enumerate(compute):
+            done = begin + float(seconds)
+            self.spans.append(Span("compute", i, begin, done, {"step": k}))
+            for b, start, stop in flights:
+                if stop > start:
+                    ready = begin + float(seconds * ready_at[b])
+                    attrs = {"round": k, "bucket": b, "peer": slowest}
+                    self.spans.append(
+                        Span("exchange", i, min(max(ready, flights[b - 1][2] if b else ready), start), stop, attrs)
+                    )
+            if last > done + TINY:
+                self.spans.append(Span("wait", i, done, last, {"step": k, "peer": slowest}))
+            if end > last + TINY:
+                self.spans.append(Span("wait", i, max(done, last), end, {"step": k, "link": "all"}))
+            if update:
+                self.spans.append(Span("step", i, end, end + update, {"step": k}))
+
+    def close(self) -> None:
+        """Drop spans after the recorded steps, and sort the spans by time."""
+        horizon = max((s.end for s in self.spans if s.category != "exchange"), default=0.0)
+        self.spans = [s for s in self.spans if s.start < horizon]
+        self.spans.sort(key=lambda s: (s.start, s.worker))
+
+    def _last(self, flight: _Flight, worker: int) -> int:
+        """Return the member of the worker's group that launched last."""
+        group = flight.exchange.peers.of(worker)
+        return max(group, key=lambda w: (float(flight.started[w]), w != worker))
+
+    def _far(self, flight: _Flight, worker: int) -> int:
+        """Return a member of the group on another node if there is one."""
+        node = self.layout.node
+        group = flight.exchange.peers.of(worker)
+        return next((w for w in group if node[w] != node[worker]), group[0])

@@ -12,7 +12,7 @@ from gossamer.errors import InputError
 from gossamer.lab.cluster import LabCluster, Network
 from gossamer.lab.emulate import EmulatedModel
 from gossamer.lab.shaping import LinkRates, format_rate
-from gossamer.predict.cluster import Cluster as Description
+from gossamer.predict.cluster import ClusterSpec
 from gossamer.predict.compute import ComputeTime, Table, parse_jitter
 from gossamer.predict.methods import Method
 from gossamer.predict.predict import derived
@@ -95,7 +95,7 @@ class Setup:
         }
 
 
-def dilated(cluster: Description, *, compute: float | None = None, model_mb: float | None = None) -> Setup:
+def dilated(cluster: ClusterSpec, *, compute: float | None = None, model_mb: float | None = None) -> Setup:
     """Scale a described cluster to the lab: a smaller model, longer compute, slower links, the same γ.
 
     By default a step computes for 0.05 s times the number of workers, and the model has 4 MB. The rate of the links

@@ -25,8 +25,8 @@ from gossamer.report.plots.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from gossamer.predict.asynchronous import ConsensusCurve, ConsensusScaling
     from gossamer.predict.closed_form import Contour
-    from gossamer.predict.consensus import Curve, Scaling
 
 POINTS = 250  # of a curve of the consensus study; more cannot be seen
 LOG_RANGE = 8.0  # values whose largest is this many times the smallest are drawn on a logarithmic axis
@@ -165,7 +165,12 @@ def draw_contours(contours: Sequence[Contour], path: str | Path, *, title: str =
 
 
 def draw_consensus(
-    curves: Mapping[str, Sequence[Curve]], scalings: Sequence[Scaling], path: str | Path, *, title: str, workers: int
+    curves: Mapping[str, Sequence[ConsensusCurve]],
+    scalings: Sequence[ConsensusScaling],
+    path: str | Path,
+    *,
+    title: str,
+    workers: int,
 ) -> Path:
     """Draw the consensus study: one panel per forcing, the loss where there is one, and the scaling if any."""
     path = check_output(path)
@@ -198,14 +203,14 @@ def draw_consensus(
     return save(figure, path)
 
 
-def _study_line(axis: Axes, curve: Curve, x: np.ndarray, y: np.ndarray) -> None:
+def _study_line(axis: Axes, curve: ConsensusCurve, x: np.ndarray, y: np.ndarray) -> None:
     every = max(1, len(x) // POINTS)
     color = method_styles([curve.algorithm])[curve.algorithm].color
     axis.plot(x[::every], y[::every], color=color, label=curve.algorithm, lw=1.4)
     tidy(axis)
 
 
-def _scaling_panel(axis: Axes, scalings: Sequence[Scaling]) -> None:
+def _scaling_panel(axis: Axes, scalings: Sequence[ConsensusScaling]) -> None:
     for s in scalings:
         style = method_styles([s.algorithm])[s.algorithm]
         label = f"{s.algorithm}: n^{s.exponent:.2f}"
