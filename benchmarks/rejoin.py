@@ -1,11 +1,11 @@
-"""How long a replacement takes: a fresh python process for a killed worker, from its start to its first step.
+"""Measure how long a replacement of a killed worker takes, from the start of its process to its first step.
 
     python benchmarks/rejoin.py --out benchmarks/records/rejoin
 
 Workers are ordinary processes on loopback that train a model of 25 MB (real parameters, emulated compute) with Adam and
-on_failure="continue". One after the other is killed with SIGKILL, rank 0 first, and started again with the same
-command. Every repeat also measures the imports in a process of its own. What counts is the rest: the seconds to the
-first step less those until the imports were done, in which the replacement pulls parameters and moments and joins.
+on_failure="continue". They are killed with SIGKILL one after the other, rank 0 first, and started again with the same
+command. Every repeat also measures the imports in a separate process. The result is the rest: the time from the end of
+the imports to the first step, in which the replacement joins and gets parameters and moments from another worker.
 """
 
 import argparse
@@ -25,35 +25,35 @@ IMPORTS = "import os, torch, torch._dynamo, gossamer, gossamer.engine, gossamer.
 
 
 def work(folder: Path, model_mb: float, compute: float) -> None:
-    """One worker, until it is killed: a line for every stage and every step."""
+    """Train until this process is killed; write one line per stage and per step."""
     rank = int(os.environ["RANK"])
     with (folder / f"{rank}-{os.getpid()}.jsonl").open("ab", buffering=0) as file:
 
-        def tell(stage: str, **more: Any) -> None:
+        def note(stage: str, **more: Any) -> None:
             file.write(json.dumps({"t": time.monotonic(), "stage": stage, **more}).encode() + b"\n")
 
-        tell("python")
+        note("python")
         import torch
 
-        tell("torch")
-        import torch._dynamo  # the first step of any optimizer imports it
+        note("torch")
+        import torch._dynamo  # imported by the first step of any optimizer
 
         import gossamer
         from gossamer.lab.emulate import EmulatedModel
 
         decentralize = gossamer.decentralize  # imports the engine
-        tell("imported")
+        note("imported")
         torch.set_num_threads(1)
         model = EmulatedModel(model_mb, 8, compute)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
         gossip = decentralize(model, optimizer, topology="aer", on_failure="continue", timeout=120)
-        tell("joined" if gossip.stats()["joined"] else "started", step=gossip.stats()["steps"])
+        note("joined" if gossip.stats()["joined"] else "started", step=gossip.stats()["steps"])
         while True:
             model().backward()
             optimizer.step()
             optimizer.zero_grad()
-            told = gossip.stats()
-            tell("step", step=told["steps"], members=told["members"])
+            stats = gossip.stats()
+            note("step", step=stats["steps"], members=stats["members"])
 
 
 def stages(folder: Path, rank: int, pid: int) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ def stages(folder: Path, rank: int, pid: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-class Job:
+class RejoinJob:
     def __init__(self, folder: Path, workers: int, port: int, args: argparse.Namespace):
         self.folder, self.workers, self.port, self.args = folder, workers, port, args
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -84,18 +84,18 @@ class Job:
         self.processes[rank] = subprocess.Popen([*command, "--compute", str(self.args.compute)], env=env)
         return begin
 
-    def wait_for_step(self, rank: int, patience: float = 120.0) -> list[dict[str, Any]]:
-        """The stages of a rank's current process up to its first step."""
+    def wait_for_step(self, rank: int, seconds: float = 120.0) -> list[dict[str, Any]]:
+        """Wait for the first step of a rank's current process; return its stages."""
         process = self.processes[rank]
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            told = stages(self.folder, rank, process.pid)
-            if any(s["stage"] == "step" for s in told):
-                return told
+            seen = stages(self.folder, rank, process.pid)
+            if any(s["stage"] == "step" for s in seen):
+                return seen
             if process.poll() is not None:
                 raise SystemExit(f"worker {rank} ended with code {process.returncode} before its first step")
             time.sleep(0.02)
-        raise SystemExit(f"worker {rank} made no step within {patience:g} s: {told[-1:]}")
+        raise SystemExit(f"worker {rank} made no step within {seconds:g} s: {seen[-1:]}")
 
     def close(self) -> None:
         for process in self.processes.values():
@@ -104,20 +104,20 @@ class Job:
 
 
 def import_seconds() -> float:
-    """The same imports and nothing else, from the start of a process to its end."""
+    """The time of a process that makes the same imports and nothing else."""
     begin = time.monotonic()
     subprocess.run([sys.executable, "-c", IMPORTS], check=True)
     return time.monotonic() - begin
 
 
-def measure(job: Job, rank: int) -> dict[str, Any]:
+def measure(job: RejoinJob, rank: int) -> dict[str, Any]:
     alone = import_seconds()
     job.processes[rank].send_signal(signal.SIGKILL)
     job.processes[rank].wait()
     time.sleep(1.0)
     begin = job.start(rank)
-    told = job.wait_for_step(rank)
-    first = {s["stage"]: s["t"] - begin for s in reversed(told)}
+    seen = job.wait_for_step(rank)
+    first = {s["stage"]: s["t"] - begin for s in reversed(seen)}
     return {
         "worker": rank,
         "to_first_step_s": first["step"],
@@ -127,7 +127,7 @@ def measure(job: Job, rank: int) -> dict[str, Any]:
         "to_joined_s": first.get("joined"),
         "rest_s": first["step"] - first["imported"],
         "import_alone_s": alone,
-        "step": next(s["step"] for s in told if s["stage"] == "step"),
+        "step": next(s["step"] for s in seen if s["stage"] == "step"),
     }
 
 
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     samples = []
     hosted = directory.host()
     with tempfile.TemporaryDirectory() as folder, CpuMeter() as cpu:
-        job = Job(Path(folder), args.workers, hosted.port, args)
+        job = RejoinJob(Path(folder), args.workers, hosted.port, args)
         try:
             for rank in range(args.workers):
                 job.start(rank)

@@ -85,7 +85,7 @@ def _end_with_launcher() -> None:
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     if wait([pipe], 0):
-        os._exit(1)  # the launcher died before the kernel was asked to tell
+        os._exit(1)  # the launcher died before the pipe was set up
 
 
 def _serve_calls(rank: int, channel: Connection) -> None:

@@ -142,8 +142,6 @@ class WorkerPool:
             self._workers, self._unpolled, self._shown = {}, [], {}
             atexit.unregister(self.kill)
 
-    # Together
-
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         """Call `fn(rank, *args, **kwargs)` on every worker; return the results by rank.
 
@@ -230,8 +228,6 @@ class WorkerPool:
             for line in lines:
                 print(f"[worker {rank}] {line}", file=sys.stderr, flush=True)
 
-    # One by one
-
     def start(self, rank: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Worker:
         """Start a worker that calls `fn(rank, *args, **kwargs)` once; a previous worker of the rank must have ended."""
         if not 0 <= rank < self.n:
@@ -276,8 +272,6 @@ class WorkerPool:
     def wait_gone(self, seconds: float) -> list[Worker]:
         """Wait up to `seconds` until all processes have ended; return the workers whose process has not."""
         return self._await_exits(list(self._workers.values()), seconds)
-
-    # Both
 
     def _worker(self, rank: int) -> Worker:
         worker = self._workers.get(rank)
@@ -331,7 +325,11 @@ def run_workers(
 
 
 def warm_up() -> None:
-    """Start the fork server, which imports torch in the background, so that the first workers start sooner."""
+    """Start the fork server, which imports torch in the background, so that the first workers start sooner.
+
+    Multiprocessing has one fork server per process. If the program has started it before, it stays as it is, and every
+    worker has to import torch itself.
+    """
     multiprocessing.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
 
