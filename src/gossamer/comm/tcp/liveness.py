@@ -55,7 +55,9 @@ class Liveness:
     def also_watch(self, rank: int) -> None:
         """Have a link with this member, too."""
         if rank not in self._watched:
-            self.watch({*self._watched, rank})
+            self._links.peer(rank).heard = time.monotonic()
+            self._watched.add(rank)  # in place: several threads may add ranks at the same time
+            self._hurry.set()
 
     def dead(self) -> list[tuple[int, Member]]:
         """Watched members that are dead, or silent for too long."""

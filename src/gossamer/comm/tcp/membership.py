@@ -47,11 +47,11 @@ class Membership:
         self.directory, self.run = arrival.directory, arrival.foundation.run
         self.joining = arrival.joining  # the job was running when this worker came
         self.record = Record(0, {}, [0] * arrival.lanes)
-        self.left: set[int] = set()  # ranks that said that they leave
         self._rounds = [0] * arrival.lanes
         self._serve = serve
         self._stopped = threading.Event()
         self._hurry = threading.Event()  # read the record now
+        self._following = threading.Lock()
         self.links = LinkTable(self.rank, self.run, longest, self._hello, self._on_frame, self._on_closed)
         self._liveness = Liveness(
             self.links, hard_deadline, lambda: self.record.members, self._heartbeat, self._hurry.set
@@ -164,8 +164,11 @@ class Membership:
 
     def _follow(self, record: Record) -> None:
         """Follow a newer record and pass it on."""
-        if record.epoch <= self.record.epoch:
-            return
+        with self._following:  # records come from several threads, and must not overtake each other
+            if record.epoch > self.record.epoch:
+                self._replace(record)
+
+    def _replace(self, record: Record) -> None:
         gone = [r for r in self.record.members if r not in record.members and r != self.rank]
         self.record = record
         text = record.text().encode()
@@ -224,8 +227,7 @@ class Membership:
             elif header.kind is Kind.RECORD:
                 self._follow(Record.parse(payload.decode()))
             elif header.kind is Kind.LEAVING:
-                self.left.add(peer.rank)
                 peer.dead = "has left"
                 self.links.inbox.lose(peer.rank, "it has left")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise Refused(f"a frame of worker {peer.rank} cannot be read: {error}") from error

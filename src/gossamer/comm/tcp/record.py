@@ -52,10 +52,13 @@ class Record:
 
     @classmethod
     def parse(cls, text: str) -> Record:
-        """Raise ValueError, KeyError or TypeError if `text` is not a record."""
-        fields = json.loads(text)
-        members = {int(r): Member(**m) for r, m in fields["members"].items()}
-        return cls(int(fields["epoch"]), members, [int(s) for s in fields["starts"]])
+        """Raise ValueError if `text` is not a record."""
+        try:
+            fields = json.loads(text)
+            members = {int(r): Member(**m) for r, m in fields["members"].items()}
+            return cls(int(fields["epoch"]), members, [int(s) for s in fields["starts"]])
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"it is not a record of members: {error!r}") from error
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class Agreement:
             if own is not None and record.epoch < own.epoch:
                 text = self._directory.ask(self._restored(text, own))
                 record = Record.parse(text)
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise Unreachable(
                 f"the directory's record of the members cannot be read ({error}); keep other programs from its port"
             ) from error
