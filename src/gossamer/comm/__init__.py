@@ -1,6 +1,6 @@
 """Moving bytes between workers: exchanges, wire formats, transports. The only importer of torch.distributed."""
 
-from gossamer.comm.deadline import Deadline
+from gossamer.comm.deadline import Deadline, PeerWait
 from gossamer.comm.exchange import (
     Batch,
     Combine,
@@ -53,6 +53,7 @@ __all__ = [
     "LocalTransport",
     "Mixed",
     "PeerError",
+    "PeerWait",
     "Plain",
     "PrefixStore",
     "ProcessGroup",

@@ -1,8 +1,15 @@
-"""Time limits of waits."""
+"""Time limits of waits, and waits for other workers that explain themselves."""
 
 from __future__ import annotations
 
 import time
+import warnings
+from collections.abc import Callable
+
+from gossamer.comm.transport import PeerError, clock
+from gossamer.errors import GossamerWarning
+
+WARN_AFTER = 30.0  # seconds after which the user is told which worker a wait is for
 
 
 class Deadline:
@@ -36,3 +43,38 @@ class Deadline:
         if remaining > 0:
             time.sleep(min(seconds, remaining))
         return remaining > 0
+
+
+class PeerWait:
+    """A wait of worker `rank` for other workers: warns once when it is long, raises after `timeout` seconds.
+
+    wait = PeerWait(rank, timeout)
+    while not done():
+        wait.check(lambda: "worker 3", "is it alive?")
+    """
+
+    def __init__(self, rank: int, timeout: float):
+        self._rank, self._timeout = rank, timeout
+        self._warned = False
+        self.since = clock()
+
+    def renew(self) -> None:
+        """Start counting again."""
+        self.since = clock()
+
+    def check(self, awaited: Callable[[], str], advice: str) -> None:
+        """Warn or raise if the wait is long. `awaited` names what is waited for, `advice` asks what may be wrong."""
+        waited = clock() - self.since
+        if waited > self._timeout:
+            raise PeerError(
+                f"worker {self._rank} waited {waited:.0f} s for {awaited()} and gives up; {advice} Raise timeout= "
+                "if it really takes that long"
+            )
+        if waited > WARN_AFTER and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"worker {self._rank} has waited {waited:.0f} s for {awaited()}; it gives up after "
+                f"timeout={self._timeout:g} s",
+                GossamerWarning,
+                stacklevel=3,
+            )

@@ -2,62 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from gossamer.comm import (
-    ChannelId,
-    Purpose,
-    Transport,
-    ddp_process_group,
-    group_ranks,
-    is_fully_sharded,
-    sharded_ranks,
-    wire_named,
-)
+from gossamer.comm import Transport, ddp_process_group, group_ranks, is_fully_sharded, sharded_ranks
 from gossamer.engine.asynchronous import AsyncLane
-from gossamer.engine.averages import Control
-from gossamer.engine.elastic.gossip import ElasticGossip
-from gossamer.engine.elastic.job import ElasticJob
-from gossamer.engine.elastic.lane import ElasticLane
-from gossamer.engine.flat import Bucket, Flat, cut, flatten, is_sharded, refuse_overlaps
-from gossamer.engine.gossip import Gossip, Meet
-from gossamer.engine.lane import Lane
-from gossamer.engine.metrics import Metrics
-from gossamer.engine.policies import Asynchronous, Filter, Settings, Synchronous
-from gossamer.engine.sketch import Sketcher
+from gossamer.engine.coordinator import Coordinator
+from gossamer.engine.flat import cut, flatten, is_sharded, refuse_overlaps
+from gossamer.engine.gossip import Gossip
+from gossamer.engine.lane import Lane, LaneParts
+from gossamer.engine.policies import Filter, Settings, Synchronous
+from gossamer.engine.prepared import Prepared
+from gossamer.engine.protocol import ScalesWithReplicas
 from gossamer.engine.synchronous import SyncLane
 from gossamer.errors import InputError
 from gossamer.topology import Layout, resolve
-from gossamer.topology.a2cid2 import rates_of
-from gossamer.topology.events import Events
 from gossamer.topology.schedule import Schedule
 from gossamer.trace import TraceWriter
 
-
-@dataclass
-class Prepared:
-    """A worker ready to be compared with the others: nothing has been sent yet, no hook is in place."""
-
-    model: nn.Module  # without a DDP wrapper
-    optimizers: list[Optimizer]
-    flats: list[list[Flat]]
-    buckets: list[list[Bucket]]
-    schedule: Schedule
-    settings: Settings
-    layout: Layout
-    rank: int
-
-    @property
-    def shards(self) -> bool:
-        """Whether a worker holds a shard of its node's replica (FSDP2), so that equal shards gossip between nodes."""
-        return self.schedule.ranks is not None
+L = TypeVar("L", bound=Lane)
 
 
 def prepare(
@@ -178,64 +144,43 @@ def _lanes(
     return lanes
 
 
-def assemble(
+def open_lanes(
     prepared: Prepared,
+    kind: Callable[[LaneParts], L],
     transport: Transport,
-    meet: Meet,
-    nudge: Callable[[int, int], None],
+    coordinator: Coordinator,
     writer: TraceWriter | None,
-    job: ElasticJob | None = None,
-) -> Gossip:
-    """Open the channels and attach the hooks."""
-    p, settings = prepared, prepared.settings
-    control = Control(p.rank, p.layout, transport.channel(ChannelId(0, Purpose.CONTROL), 1, settings.timeout))
-    sharded = p.shards
-    slots = p.layout.per_node[0] if sharded else 1
-    slot = p.layout.members[p.layout.node[p.rank]].index(p.rank) if sharded else 0
-    lanes: list[Lane] = []
-    in_flight = settings.exchange.in_flight
+) -> list[L]:
+    """Open one lane per optimizer, attach its hooks, and tell the optimizer how many replicas there are."""
+    p = prepared
+    lanes: list[L] = []
     for index, optimizer in enumerate(p.optimizers):
-        meter = Metrics(p.rank, p.layout, writer)
-        kind = AsyncLane if settings.asynchronous else SyncLane if job is None else partial(ElasticLane, job=job)
-        lane = kind(
-            index,
-            p.rank,
-            optimizer,
-            p.flats[index],
-            p.buckets[index],
-            p.schedule,
-            settings,
-            wire_named(settings.wire),
-            transport.channel(
-                ChannelId(index, Purpose.PARAMETERS),
-                min(in_flight, len(p.buckets[index]) + 1),
-                settings.timeout,
-            ),
-            meter,
-            None,
-            nudge,
+        if isinstance(optimizer, ScalesWithReplicas):
+            optimizer.set_replicas(p.schedule.topology.n)
+        parts = LaneParts(
+            index=index,
+            rank=p.rank,
+            optimizer=optimizer,
+            flats=p.flats[index],
+            buckets=p.buckets[index],
+            schedule=p.schedule,
+            settings=p.settings,
+            layout=p.layout,
+            transport=transport,
+            coordinator=coordinator,
+            writer=writer,
+            siblings=lanes,
+            shard=p.shard,
         )
-        if isinstance(lane, AsyncLane):
-            topology, policy = p.schedule.topology, settings.algorithm
-            assert isinstance(policy, Asynchronous)
-            pairing: Literal["rounds", "edges"] = "rounds" if policy.pairing == "rounds" else "edges"
-            events = Events(topology, policy.rate, policy.seed + 7919 * index, policy.gaps, pairing)
-            lane.begin_gossip(transport, events, rates_of(topology))
-        guard = settings.consensus_guard
-        if guard is not None and not lane.alone:
-            lane.sketcher = Sketcher(
-                guard.every,
-                guard.max_ratio if math.isfinite(guard.max_ratio) else None,
-                p.rank,
-                control.schedule,
-                transport.channel(ChannelId(index, Purpose.SKETCH), 1, settings.timeout),
-                lane.wait,
-                seed=index,
-                slot=slot,
-                slots=slots,
-            )
-        lanes.append(lane)
-    if job is not None:
-        elastic = [lane for lane in lanes if isinstance(lane, ElasticLane)]
-        return ElasticGossip(p.model, elastic, settings, control, writer, job)
-    return Gossip(p.model, lanes, settings, transport, control, meet, writer, slots)
+        lanes.append(kind(parts))
+    return lanes
+
+
+def open_gossip(
+    prepared: Prepared, transport: Transport, coordinator: Coordinator, writer: TraceWriter | None = None
+) -> Gossip:
+    """Open the lanes and the handle of a job whose workers are fixed."""
+    p = prepared
+    kind = AsyncLane if p.settings.asynchronous else SyncLane
+    lanes = open_lanes(p, kind, transport, coordinator, writer)
+    return Gossip(p, lanes, transport, coordinator, writer)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from gossamer.engine.build import Prepared
+from gossamer.engine.prepared import Prepared
 from gossamer.errors import InputError
 
 
@@ -42,7 +42,7 @@ def describe(prepared: Prepared) -> dict[str, Any]:
             for tensors in (model.named_parameters(), model.named_buffers())
         ],
         # a node's shards may have different sizes; those of different nodes then still match
-        "buckets": [] if prepared.shards else [[b.x.numel() for b in buckets] for buckets in lanes],
+        "buckets": [] if prepared.sharded else [[b.x.numel() for b in buckets] for buckets in lanes],
     }
 
 

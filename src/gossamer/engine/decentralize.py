@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,9 +32,12 @@ from gossamer.comm import (
     subgroup_of,
     worker_group,
 )
-from gossamer.engine.build import Prepared, assemble, prepare
+from gossamer.engine.build import open_gossip, open_lanes, prepare
 from gossamer.engine.consistency import agree, describe
+from gossamer.engine.coordinator import StaticCoordinator
+from gossamer.engine.elastic.gossip import ElasticGossip
 from gossamer.engine.elastic.job import ElasticJob, rendezvous
+from gossamer.engine.elastic.lane import ElasticLane
 from gossamer.engine.first_batch import watch_first_batch
 from gossamer.engine.flat import is_sharded
 from gossamer.engine.gossip import Gossip
@@ -52,6 +54,7 @@ from gossamer.engine.policies import (
     Settings,
     WireName,
 )
+from gossamer.engine.prepared import Prepared
 from gossamer.errors import GossamerError, InputError
 from gossamer.topology import Layout, TopologyLike
 from gossamer.trace import TraceWriter
@@ -171,14 +174,10 @@ def decentralize(
     assert settings is not None
     if broadcast and size > 1:
         _broadcast(prepared, transport)
-    barrier = RoundBarrier(store, transport, settings.timeout)
     policy = settings.algorithm
-    wall = isinstance(policy, Asynchronous) and policy.clock == "wall"
-    meet: Any = barrier.meet_events if wall else barrier.meet
-    gossip = assemble(prepared, transport, meet, barrier.nudge, writer)
-    if len(gossip.lanes) > 1 and size > 1:
-        for lane in gossip.lanes:
-            lane.assist = partial(barrier.assist, gossip.lanes, lane.index)
+    events = isinstance(policy, Asynchronous) and policy.clock == "wall"
+    coordinator = StaticCoordinator(RoundBarrier(store, transport, settings.timeout), events=events)
+    gossip = open_gossip(prepared, transport, coordinator, writer)
     if size > 1:
         watch_first_batch(gossip, model, store, rank, size)
     return gossip
@@ -201,13 +200,14 @@ def _elastic(
         raise
     assert prepared is not None
     job = ElasticJob(arrival, prepared, topology, broadcast=broadcast)
-    return assemble(prepared, job.transport, lambda lanes, call: None, lambda lane, k: None, writer, job)
+    lanes = open_lanes(prepared, ElasticLane, job.transport, job, writer)
+    return ElasticGossip(prepared, lanes, job, writer)
 
 
 @torch.no_grad()
 def _broadcast(prepared: Prepared, transport: Transport) -> None:
     values = starting_values(prepared)
-    if not prepared.shards:
+    if not prepared.sharded:
         transport.broadcast(values)
         return
     # A shard comes from the worker of the first node that holds the same shard.

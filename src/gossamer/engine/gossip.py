@@ -12,40 +12,50 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from gossamer.comm import Counted, Job, Plain, Transport, clock
+from gossamer.comm import ChannelId, Job, Plain, Purpose, Transport, clock
 from gossamer.engine.averages import Control, averaged_buffers
+from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.lane import Lane
-from gossamer.engine.policies import Settings
+from gossamer.engine.prepared import Prepared
+from gossamer.engine.protocol import MixedParameters, Participation
 from gossamer.errors import GossamerError, InputError
 from gossamer.trace import TraceWriter
 
 Collective = Generator[list[Job], None, Any]  # yields the exchanges it needs, goes on when they have arrived
-Meet = Callable[[Sequence[Counted], str], None]
 
 
 class Gossip:
-    """What a worker can ask of its gossip. Collective calls must be made by every worker; they bring all to the same
-    round first, whatever each has skipped."""
+    """The handle of a worker's gossip.
+
+    Collective calls must be made by every worker. They bring all workers to the same round first, whatever each has
+    skipped.
+    """
+
+    elastic = False
+    """Whether members may die, leave and join (`on_failure="continue"`)."""
+    joined = False
+    """Whether this worker joined a job that was already training."""
 
     def __init__(
         self,
-        model: nn.Module,
-        lanes: list[Lane],
-        settings: Settings,
+        prepared: Prepared,
+        lanes: Sequence[Lane],
         transport: Transport,
-        control: Control,
-        meet: Meet,
+        coordinator: Coordinator,
         writer: TraceWriter | None,
-        shards: int,
     ):
-        self.model, self.lanes, self.settings = model, lanes, settings
-        self.transport, self.control = transport, control
-        self._meet, self._writer = meet, writer
-        self._shards = shards  # over how many workers of a node one replica is spread
+        self.model, self.settings, self.lanes = prepared.model, prepared.settings, lanes
+        self.transport, self.coordinator = transport, coordinator
+        channel = transport.channel(ChannelId(0, Purpose.CONTROL), 1, self.settings.timeout)
+        self.control = Control(prepared.rank, prepared.layout, channel)
+        self._writer = writer
+        self._shards = prepared.shard[1]  # over how many workers of a node one replica is spread
         self._open = True
+        self._averaging = False  # inside averaged()
+        self._shared = 0  # calls of share()
         self._undo: list[Callable[[], None]] = []
         for lane in lanes:
-            lane.owner = self  # as long as the optimizer lives, whose hooks hold the lane
+            lane.keeps_alive.append(self)
         _handles.add(self)
         if writer is not None:
             self._watch_forward()
@@ -58,9 +68,11 @@ class Gossip:
         (float buffers too, integer buffers the maximum, unless buffers="local"), afterwards they are, bit by bit,
         what they were. Collective."""
         restore = self._collectively("averaged()", self._enter_average)
+        self._averaging = True
         try:
             yield self.model
         finally:
+            self._averaging = False
             restore()
 
     def consensus_distance(self, *, exact: bool = True) -> float:
@@ -105,6 +117,68 @@ class Gossip:
         with self._together("reset()"):
             for lane in self.lanes:
                 lane.adopt()
+
+    # -- the protocol of recipes, checkpoints and integrations ---------------------------------------------------
+
+    @property
+    def in_meeting(self) -> bool:
+        """Whether this worker is inside `averaged()`, so that calls there belong to the same meeting."""
+        return self._averaging
+
+    @property
+    def steps(self) -> list[int]:
+        """Optimizer steps that each worker of this process has taken: one entry."""
+        return [self.lanes[0].meter.steps]
+
+    def participation(self) -> Participation:
+        """The workers that took part in the latest collective call: all of them, unless the job is elastic."""
+        inside = self.lanes[0].schedule.inside
+        groups = [(w,) for w in range(self.control.layout.n)] if inside is None else inside.members
+        return Participation(self.control.layout.n, (self.control.place,), tuple(tuple(g) for g in groups))
+
+    def departed(self) -> dict[int, str]:
+        """Participants of the latest collective call that have left the job, as {number: reason}."""
+        return {}
+
+    def share(self, text: str) -> list[str]:
+        """The texts of all participants, by number. Collective."""
+        self._shared += 1
+        return self.transport.share(f"share/{self._shared}", text)
+
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """`state_dict()` of each worker of this process: one entry. Collective."""
+        return [self.state_dict()]
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """`load_state_dict()` of each worker of this process. Collective."""
+        (state,) = states
+        self.load_state_dict(state)
+
+    def accepts(self, state: dict[str, Any]) -> bool:
+        """Whether `load_state_dict` can continue from `state`: same algorithm, workers, topology and optimizers."""
+        ours = self._identity()
+        return ours == (state["workers"], state["topology"], [lane.get("algorithm") for lane in state["lanes"]])
+
+    def restart(self, steps: int) -> None:
+        """Continue from the parameters as they are now, with `steps` steps counted. Collective."""
+        with self._together("restart()"):
+            for lane in self.lanes:
+                lane.adopt()
+                lane.count_steps(steps)
+
+    def mixed_parameters(self) -> list[MixedParameters]:
+        """Which parameters are mixed, for each worker of this process: one entry."""
+        lanes = tuple(
+            tuple((flat.buffer.numel(), tuple((p.parameter, p.start) for p in flat.places)) for flat in lane.flats)
+            for lane in self.lanes
+        )
+        return [MixedParameters(lanes, self.settings.buffers)]
+
+    def _identity(self) -> tuple[int, str, list[str | None]]:
+        kind = self.settings.algorithm.name if self.settings.asynchronous else None
+        return self.control.layout.n, self.lanes[0].schedule.topology.name, [kind] * len(self.lanes)
+
+    # -- the end -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Bring everybody to the same round, stop, and give every parameter storage of its own again. Collective."""
@@ -185,13 +259,16 @@ class Gossip:
         try:
             for lane in self.lanes:
                 lane.park()
-            self._meet(self.lanes, call)
+            self._meet(call)
             for lane in self.lanes:
                 lane.settle()
             yield
         finally:
             for lane in self.lanes:
                 lane.resume()
+
+    def _meet(self, call: str) -> None:
+        self.coordinator.meet(self.lanes, call)
 
     def _collectively(self, call: str, steps: Callable[[], Collective]) -> Any:
         with self._together(call):

@@ -1,15 +1,15 @@
 """A lane: one optimizer's exchanges, driven by the optimizer's own step hooks.
 
-The hooks, waiting for exchanges, and exact averages are common to all kinds of gossip; what happens before and after a
-step is up to the kind: synchronous.py (rounds) and asynchronous/ (events).
+The hooks, waiting for exchanges and exact averages are common to all algorithms. What happens before and after a step
+is up to the subclass: `synchronous.py` (rounds), `asynchronous/` (events), `elastic/` (rounds of changing members).
 """
 
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -18,59 +18,89 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gossamer.comm import Channel, Exchange, Job, PeerError, Scratch, Wire, clock, exchange, room_for
+from gossamer.comm import (
+    ChannelId,
+    Exchange,
+    Job,
+    PeerWait,
+    Purpose,
+    Scratch,
+    Transport,
+    Wire,
+    clock,
+    exchange,
+    room_for,
+    wire_named,
+)
+from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.flat import Bucket, Flat
 from gossamer.engine.metrics import Metrics
 from gossamer.engine.policies import Settings
 from gossamer.engine.sketch import Sketcher
-from gossamer.errors import GossamerError, GossamerWarning
+from gossamer.errors import GossamerError
+from gossamer.topology import Layout
 from gossamer.topology.plan import Program
 from gossamer.topology.schedule import Schedule
+from gossamer.trace import TraceWriter
 
-WARN_AFTER = 30.0  # seconds of standing still before the user is told whom we wait for
-NUDGE_AFTER = 0.2  # seconds of standing still before workers parked in a collective call are asked to go on
+STALLED_AFTER = 0.2  # seconds of waiting before workers parked in a collective call are asked to go on
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneParts:
+    """What a lane is made of."""
+
+    index: int
+    rank: int
+    optimizer: Optimizer
+    flats: list[Flat]
+    buckets: list[Bucket]
+    schedule: Schedule
+    settings: Settings
+    layout: Layout  # of all workers, also where the schedule is over nodes
+    transport: Transport
+    coordinator: Coordinator
+    writer: TraceWriter | None
+    siblings: Sequence[Lane]  # all lanes of this worker, this one included
+    shard: tuple[int, int]  # (i, m): this worker holds shard i of m of its node's replica; (0, 1): all of it
 
 
 class Lane:
-    """`mix` runs before `optimizer.step()` and `stepped` after it, once for each step however it is called."""
+    """One optimizer's exchanges: `mix` runs before `optimizer.step()` and `stepped` after it, once per step."""
 
-    def __init__(
-        self,
-        index: int,
-        rank: int,
-        optimizer: Optimizer,
-        flats: list[Flat],
-        buckets: list[Bucket],
-        schedule: Schedule,
-        settings: Settings,
-        wire: Wire,
-        channel: Channel,
-        meter: Metrics,
-        sketcher: Sketcher | None,
-        nudge: Callable[[int, int], None],
-    ):
-        self.index, self.rank, self.optimizer = index, rank, optimizer
-        self.flats, self.buckets, self.schedule, self.settings = flats, buckets, schedule, settings
-        self.wire, self.channel, self.meter, self.sketcher, self._nudge = wire, channel, meter, sketcher, nudge
+    sketcher: Sketcher | None = None  # measures the consensus distance online, where a guard asks for it
+
+    def __init__(self, parts: LaneParts):
+        self.index, self.rank, self.optimizer = parts.index, parts.rank, parts.optimizer
+        self.flats, self.buckets, self.schedule, self.settings = (
+            parts.flats,
+            parts.buckets,
+            parts.schedule,
+            parts.settings,
+        )
+        self.coordinator, self.siblings = parts.coordinator, parts.siblings
+        self.wire = wire_named(parts.settings.wire)
+        self.meter = Metrics(parts.rank, parts.layout, parts.writer)
+        in_flight = min(parts.settings.exchange.in_flight, len(parts.buckets) + 1)
+        self.channel = parts.transport.channel(
+            ChannelId(parts.index, Purpose.PARAMETERS), in_flight, parts.settings.timeout
+        )
         self.k = 0  # rounds launched
-        self.owner: object = None
-        self._stood_still = False  # the last wait took so long that parked workers were asked
-        self.assist: Callable[[], None] | None = None  # what to do for the other lanes while this one stands still
-        self.alone = schedule.topology.n == 1
-        largest = max(schedule.topology.layout.per_node)
-        if schedule.inside is not None:
-            largest = max(schedule.inside.per_node)
-        self._largest_part = largest
-        self._out = [] if self.alone else [self.room(b.x) for b in buckets]
-        self._group_sizes = [len(g["params"]) for g in optimizer.param_groups]
-        self._frozen = [p for g in optimizer.param_groups for p in g["params"] if not p.requires_grad]
+        self.keeps_alive: list[object] = []  # the optimizer's hooks hold the lane, which holds its handle
+        self._stalled = False  # the last wait took so long that parked workers were asked to go on
+        self.alone = self.schedule.topology.n == 1
+        layout = self.schedule.topology.layout if self.schedule.inside is None else self.schedule.inside
+        self._largest_part = max(layout.per_node)
+        self._out = [] if self.alone else [self.room(b.x) for b in self.buckets]
+        self._group_sizes = [len(g["params"]) for g in self.optimizer.param_groups]
+        self._frozen = [p for g in self.optimizer.param_groups for p in g["params"] if not p.requires_grad]
         self._outer: FrameType | None = None  # the step() call under way
         self._ready = False  # the parameters are mixed, step() may go on
-        self._mark = clock()  # since when the training thread does what it does now
-        self._forwarded = False  # that is the backward pass: a forward pass was seen
+        self._mark = clock()  # when the training thread began what it does now
+        self._forwarded = False  # the model's forward pass was seen, so the time since `_mark` is the backward pass
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            self.optimizer.register_step_pre_hook(self._before),
+            self.optimizer.register_step_post_hook(self._after),
         ]
 
     # -- hooks ------------------------------------------------------------------------------------------------
@@ -158,6 +188,10 @@ class Lane:
         """Continue where `state` was taken."""
         raise NotImplementedError
 
+    def count_steps(self, steps: int) -> None:
+        """In a collective call: this worker has taken `steps` steps."""
+        self.meter.steps = steps
+
     def values(self) -> list[Tensor]:
         """What counts as this worker's parameters, a tensor a bucket."""
         return [b.x for b in self.buckets]
@@ -204,37 +238,20 @@ class Lane:
     # -- waiting -----------------------------------------------------------------------------------------------
 
     def wait(self, job: Job, *, assisting: bool = False) -> None:
+        """Wait until `job` is done. `assisting`: let the worker's other lanes serve other workers meanwhile."""
         if not job.done:
-            since = clock()
-            warned = False
-            # Whoever stood still in its last wait too asks sooner: those at the end of their data are parked by now.
-            patience = NUDGE_AFTER / 20 if self._stood_still else NUDGE_AFTER
-            self._stood_still = False
-            while not self.channel.wait(job, patience):
-                self._stood_still, patience = True, NUDGE_AFTER
-                waited = clock() - since
-                self._nudge(self.index, self.k)
-                if assisting and self.assist is not None:
-                    self.assist()
+            wait = PeerWait(self.rank, self.settings.timeout)
+            # A worker that stalled in its last wait too asks sooner: workers without data are parked by now.
+            pause = STALLED_AFTER / 20 if self._stalled else STALLED_AFTER
+            self._stalled = False
+            while not self.channel.wait(job, pause):
+                self._stalled, pause = True, STALLED_AFTER
+                self.coordinator.stalled(self, self.k, assist=assisting)
                 stuck = self.channel.stuck(job)
                 if stuck is not None:
                     raise stuck
-                whom = "its own queue" if job.blocked_on is None else f"worker {job.blocked_on}"
-                if waited > WARN_AFTER and not warned:
-                    warned = True
-                    warnings.warn(
-                        f"worker {self.rank} has waited {waited:.0f} s for {whom} (round {job.round}, bucket "
-                        f"{job.bucket}); it gives up after timeout={self.settings.timeout:g} s",
-                        GossamerWarning,
-                        stacklevel=2,
-                    )
-                if waited > self.settings.timeout:
-                    raise PeerError(
-                        f"worker {self.rank} waited {waited:.0f} s for {whom} (round {job.round}, bucket "
-                        f"{job.bucket}) and gives up; is that worker alive, and does it train as many steps? Raise "
-                        "timeout= if its step really takes that long"
-                    )
-            self.meter.waited_for(job, since, clock())
+                wait.check(partial(_awaited, job), "is that worker alive, and does it train as many steps?")
+            self.meter.waited_for(job, wait.since, clock())
         if job.error is not None:
             raise job.error
 
@@ -252,6 +269,11 @@ class Lane:
                 f"the optimizer's parameter groups changed from {self._group_sizes} to {sizes} parameters after "
                 "decentralize(); add all groups first, or close() and call decentralize() again"
             )
+
+
+def _awaited(job: Job) -> str:
+    peer = "its own queue" if job.blocked_on is None else f"worker {job.blocked_on}"
+    return f"{peer} (round {job.round}, bucket {job.bucket})"
 
 
 def _on_stack(frame: FrameType, top: FrameType | None) -> bool:

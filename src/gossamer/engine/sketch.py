@@ -14,14 +14,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gossamer.comm import Channel, Job, Mixed, Plain, arrived, clock, exchange, room_for
+from gossamer.comm import Channel, ChannelId, Job, Mixed, Plain, Purpose, arrived, clock, exchange, room_for
 from gossamer.engine.flat import Bucket
 from gossamer.errors import GossamerError
+from gossamer.topology import build
 from gossamer.topology.schedule import Schedule
+
+if TYPE_CHECKING:
+    from gossamer.engine.lane import LaneParts
 
 SAMPLES = 1024
 
@@ -61,6 +65,25 @@ class Sketcher:
         self.latest: Sketch | None = None
         self._job: Job | None = None
         self._scale = 1.0
+
+    @classmethod
+    def of(cls, parts: LaneParts, wait: Callable[[Job], None]) -> Sketcher | None:
+        """The sketcher of a lane with a `ConsensusGuard`; None without one."""
+        guard = parts.settings.consensus_guard
+        if guard is None:
+            return None
+        slot, slots = parts.shard
+        return cls(
+            guard.every,
+            guard.max_ratio if math.isfinite(guard.max_ratio) else None,
+            parts.rank,
+            Schedule(build("complete", parts.layout), stagger=False),
+            parts.transport.channel(ChannelId(parts.index, Purpose.SKETCH), 1, parts.settings.timeout),
+            wait,
+            seed=parts.index,
+            slot=slot,
+            slots=slots,
+        )
 
     def at_launch(self, k: int, buckets: list[Bucket]) -> bool:
         """Called before round k is launched, on every worker alike. Whether round k is to be an exact average."""

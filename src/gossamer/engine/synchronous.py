@@ -16,16 +16,17 @@ from typing import Any
 import torch
 
 from gossamer.comm import Exchange, Job, Mixed, Plain, Scratch, arrived, clock, correction, exchange, inspected
-from gossamer.engine.lane import Lane
+from gossamer.engine.lane import Lane, LaneParts
 from gossamer.engine.policies import ATC, AWC, Synchronous
+from gossamer.engine.sketch import Sketcher
 from gossamer.errors import InputError
 
 
 class SyncLane(Lane):
     """One round in flight at a time: idle (`jobs` is None) -> launched -> arrived -> applied."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, parts: LaneParts):
+        super().__init__(parts)
         policy = self.settings.algorithm
         assert isinstance(policy, Synchronous)
         self.every, self.staleness = policy.every, policy.staleness if isinstance(policy, AWC) else 0
@@ -35,6 +36,7 @@ class SyncLane(Lane):
         self.skips = 0  # steps taken without mixing since the round in flight was launched
         # With staleness the parameters move while an exchange of their older values is in flight.
         stale = self.staleness and not self.alone
+        self.sketcher = None if self.alone else Sketcher.of(parts, self.wait)
         self._sent = [torch.empty_like(b.x) for b in self.buckets] if stale else None
 
     @torch.no_grad()
@@ -73,12 +75,7 @@ class SyncLane(Lane):
         self.k += 1
         self.meter.rounds += 1
         if combine and self.combines:
-            self.combine()
-
-    def combine(self) -> None:
-        """Adapt-then-combine: mix what was just sent before going on."""
-        self.finish(assisting=True)
-        self.apply()
+            self.coordinator.combine(self)
 
     def _post(self) -> None:
         """Launch the exchanges of round k: the topology's, or an exact average if the guard forced one."""

@@ -16,38 +16,43 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossamer.comm import Counted, Hub
+from gossamer.comm import Hub
 from gossamer.engine.asynchronous import AsyncLane
-from gossamer.engine.build import Prepared, assemble, prepare
+from gossamer.engine.build import open_gossip, prepare
 from gossamer.engine.consistency import agree, describe
+from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.decentralize import starting_values
 from gossamer.engine.gossip import Collective, Gossip
+from gossamer.engine.lane import Lane
 from gossamer.engine.policies import Asynchronous, Filter, Settings
+from gossamer.engine.prepared import Prepared
+from gossamer.engine.protocol import MixedParameters, Participation
 from gossamer.engine.synchronous import SyncLane
 from gossamer.errors import InputError
-from gossamer.topology import Layout
+from gossamer.topology import Layout, TopologyLike
 from gossamer.topology.events import Event
+
+Durations = Callable[[int, int], float]
 
 
 class VirtualCluster:
-    """n workers, `VirtualCluster(8)`, or `VirtualCluster(per_node=[4, 4])` with nodes."""
+    """n workers in one process: `VirtualCluster(8)`, or `VirtualCluster(per_node=[4, 4])` with nodes."""
+
+    elastic = joined = in_meeting = False
 
     def __init__(self, n: int | None = None, *, per_node: Sequence[int] | None = None):
         if (n is None) == (per_node is None):
             raise InputError("pass either n or per_node=[...] to VirtualCluster, and not both")
         self.layout = Layout.of(per_node) if per_node is not None else Layout.flat(n or 0)
-        self.hub = Hub(self.layout.n)
         self.gossips: list[Gossip] = []
-        self._parked: set[int] = set()
-        self._streams: dict[int, _Peekable] = {}  # of each asynchronous lane: the events that are left
-        self._driven: dict[int, float] = {}  # and the time up to which they are done
+        self._hub = Hub(self.layout.n)
+        self._coordinator = _OneThread(self.gossips)
         self._timed = False  # workers step at the times of turns(): a collective call finds them between two
 
     def decentralize(
@@ -55,12 +60,12 @@ class VirtualCluster:
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer | Sequence[Optimizer]],
         *,
-        topology: Any = "aer",
+        topology: TopologyLike = "aer",
         parameters: Filter | None = None,
         broadcast: bool = True,
         **settings: Any,
     ) -> list[Gossip]:
-        """`gossamer.decentralize` on every virtual worker; the same arguments, one handle each."""
+        """`gossamer.decentralize` on every virtual worker: the same arguments, one handle per worker."""
         if self.gossips:
             raise InputError("this VirtualCluster is in use; close() it first")
         if len(models) != self.layout.n or len(optimizers) != self.layout.n:
@@ -77,28 +82,20 @@ class VirtualCluster:
         ]
         agree([json.dumps(describe(w)) for w in workers])
         if broadcast:
-            self._broadcast(workers)
-        self.gossips = [assemble(w, self.hub.transport(w.rank), self._refuse, self._nudge, None) for w in workers]
-        for gossip in self.gossips:
-            for lane in gossip.lanes:
-                if isinstance(lane, SyncLane):
-                    lane.combine = partial(self._combine, lane.index)  # type: ignore[method-assign]
-                if isinstance(lane, AsyncLane):
-                    lane.drive = self._drive
+            _broadcast(workers)
+        self.gossips += [open_gossip(w, self._hub.transport(w.rank), self._coordinator) for w in workers]
         return self.gossips
 
-    def turns(self, total_steps: int, durations: Callable[[int, int], float] = lambda rank, step: 1.0) -> Iterator[int]:
-        """Asynchronous workers at their own pace: yields whose step comes next, `total_steps` times in all.
+    def turns(self, total_steps: int, durations: Durations = lambda rank, step: 1.0) -> Iterator[int]:
+        """Asynchronous workers at their own pace: yields the worker whose step comes next, `total_steps` times in all.
 
         `durations(rank, step)` is how long that worker's gradient takes, in mean gradient times.
         """
         self._timed = True
+        self._coordinator.durations = durations
         due = []
         for rank, gossip in enumerate(self.gossips):
-            now = 0.0
-            for lane in gossip.lanes:
-                if isinstance(lane, AsyncLane):
-                    lane.durations, now = partial(durations, rank), lane.virtual_time
+            now = max((lane.virtual_time for lane in gossip.lanes if isinstance(lane, AsyncLane)), default=0.0)
             due.append((now + durations(rank, gossip.lanes[0].meter.steps), rank))
         heapq.heapify(due)
         for _ in range(total_steps):
@@ -110,20 +107,20 @@ class VirtualCluster:
         """Worker `rank` has no more data: it takes part in its neighbors' rounds without steps of its own."""
         if rank not in range(self.layout.n):
             raise InputError(f"cannot park worker {rank!r}: the workers are 0..{self.layout.n - 1}")
-        self._parked.add(rank)
+        self._coordinator.parked.add(rank)
 
     def catch_up(self) -> None:
-        """Bring every worker to the round of the furthest by mix-only rounds, as a collective call does."""
+        """Bring every worker to the round of the furthest one by mix-only rounds, as a collective call does."""
         for index in range(len(self.gossips[0].lanes)):
-            clocks = [lane for g in self.gossips if isinstance(lane := g.lanes[index], AsyncLane)]
-            if clocks:  # an event is done on both sides at once: only clocks can be behind
+            clocks = self._coordinator.events_of(index)
+            if clocks:  # both sides of an event perform it at once: only clocks can be behind
                 latest = max(lane.virtual_time for lane in clocks)
                 for late in clocks:
                     if late.virtual_time < latest and not self._timed:
                         late.meter.mix_only += round(latest - late.virtual_time)
                         late.reach(latest)
                 continue
-            lanes = self._rounds(index)
+            lanes = self._coordinator.rounds_of(index)
             goal = max(lane.k for lane in lanes)
             for k in range(min(lane.k for lane in lanes), goal):
                 behind = [lane for lane in lanes if lane.k == k]
@@ -136,15 +133,13 @@ class VirtualCluster:
             for lane in lanes:
                 lane.finish()
 
-    def _rounds(self, index: int) -> list[SyncLane]:
-        """Lane `index` of every worker, if it gossips in rounds."""
-        return [lane for g in self.gossips if isinstance(lane := g.lanes[index], SyncLane)]
+    # -- collective calls ----------------------------------------------------------------------------------------
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
         """All workers hold the exact mean inside the block; yields worker 0's model."""
         self.catch_up()
-        restores = self._run([g._enter_average() for g in self.gossips])
+        restores = _run([g._enter_average() for g in self.gossips])
         try:
             yield self.gossips[0].model
         finally:
@@ -152,14 +147,17 @@ class VirtualCluster:
                 restore()
 
     def consensus_distance(self) -> float:
+        """RMS distance of the workers' parameters to their mean."""
         self.catch_up()
-        return float(self._run([g._measure_distance() for g in self.gossips])[0])
+        return float(_run([g._measure_distance() for g in self.gossips])[0])
 
     def state_dicts(self) -> list[dict[str, Any]]:
+        """What a resumed run needs besides models and optimizers, one entry per worker."""
         self.catch_up()
         return [g._state() for g in self.gossips]
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """Continue where `states` were taken; load the models' and optimizers' states first."""
         if len(states) != len(self.gossips):
             raise InputError(f"{len(states)} states for {len(self.gossips)} virtual workers; pass one each")
         for gossip, state in zip(self.gossips, states, strict=True):
@@ -167,24 +165,58 @@ class VirtualCluster:
         self.catch_up()
         for gossip, state in zip(self.gossips, states, strict=True):
             gossip._load(state)
-        self._streams.clear()
-        self._driven.clear()
+        self._coordinator.forget_events()
 
     def reset(self) -> None:
+        """Continue from the parameters as they are now; call it after writing to them."""
         self.catch_up()
-        for gossip in self.gossips:
-            for lane in gossip.lanes:
-                lane.adopt()
+        for lane in self._lanes():
+            lane.adopt()
+
+    # -- the protocol of recipes, checkpoints and integrations ---------------------------------------------------
+
+    @property
+    def steps(self) -> list[int]:
+        """Optimizer steps that each worker has taken."""
+        return [g.lanes[0].meter.steps for g in self.gossips]
+
+    def participation(self) -> Participation:
+        """All workers, each with a replica of its own."""
+        everyone = tuple(range(self.layout.n))
+        return Participation(self.layout.n, everyone, tuple((w,) for w in everyone))
+
+    def departed(self) -> dict[int, str]:
+        """Virtual workers do not leave: empty."""
+        return {}
+
+    def share(self, text: str) -> list[str]:
+        """The same text for every worker: all are in this process."""
+        return [text] * self.layout.n
+
+    def accepts(self, state: dict[str, Any]) -> bool:
+        """Whether `load_state_dicts` can continue from `state`: same algorithm, workers, topology and optimizers."""
+        return self.gossips[0].accepts(state)
+
+    def restart(self, steps: int) -> None:
+        """Continue from the parameters as they are now, with `steps` steps counted by every worker."""
+        self.catch_up()
+        for lane in self._lanes():
+            lane.adopt()
+            lane.count_steps(steps)
+        self._coordinator.forget_events()
+
+    def mixed_parameters(self) -> list[MixedParameters]:
+        """Which parameters are mixed, for each worker."""
+        return [m for g in self.gossips for m in g.mixed_parameters()]
 
     def close(self) -> None:
+        """Stop gossip on every worker; the cluster can be used again."""
         for gossip in self.gossips:
             gossip._stop(drain=0.0)
         self.gossips = []
-        self._parked.clear()
-        self._streams.clear()
-        self._driven.clear()
         self._timed = False
-        self.hub = Hub(self.layout.n)  # without the messages nobody took
+        self._hub = Hub(self.layout.n)  # without messages that were not received
+        self._coordinator = _OneThread(self.gossips)
 
     def __enter__(self) -> VirtualCluster:
         return self
@@ -192,64 +224,78 @@ class VirtualCluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _drive(self, index: int, time: float) -> None:
-        """Perform the events up to `time`, each on both of its workers."""
-        if time < self._driven.get(index, 0.0) - 1e-9:
-            raise InputError(
-                f"a virtual worker stepped at time {time:g} after others had reached {self._driven[index]:g}; step the "
-                "workers in turn, or in the order of VirtualCluster.turns()"
-            )
-        self._driven[index] = time
-        lanes = [lane for g in self.gossips if isinstance(lane := g.lanes[index], AsyncLane)]
-        stream = self._streams.get(index)
-        if stream is None:
-            begun = max(lane.agenda.started for lane in lanes)
-            stream = self._streams[index] = _Peekable(lanes[0].agenda.events.stream(after=begun))
-        while (event := stream.next_until(time)) is not None:
-            pair = (lanes[event.i], lanes[event.j])
-            jobs = [lane.begin(event) for lane in pair]
-            for lane, launched in zip(pair, jobs, strict=True):
-                lane.end(event, launched)
+    def _lanes(self) -> Iterator[Lane]:
+        for gossip in self.gossips:
+            yield from gossip.lanes
 
-    def _run(self, collectives: list[Collective]) -> list[Any]:
-        """All workers' collectives in turn: each exchange is complete once everybody has launched it."""
-        results: list[Any] = [None] * len(collectives)
-        running = dict(enumerate(collectives))
-        while running:
-            for worker, steps in list(running.items()):
-                try:
-                    next(steps)
-                except StopIteration as stop:
-                    results[worker] = stop.value
-                    del running[worker]
-        return results
 
-    @torch.no_grad()
-    def _broadcast(self, workers: list[Prepared]) -> None:
-        first = starting_values(workers[0])
-        for worker in workers[1:]:
-            for mine, theirs in zip(starting_values(worker), first, strict=True):
-                mine.copy_(theirs)
+class _OneThread(Coordinator):
+    """All workers share one thread: nobody can wait, so whatever a worker needs of others is done at once."""
 
-    def _refuse(self, lanes: Sequence[Counted], call: str) -> None:
+    def __init__(self, gossips: list[Gossip]):
+        self.parked: set[int] = set()
+        self.durations: Durations = lambda rank, step: 1.0
+        self._gossips = gossips
+        self._streams: dict[int, _Peekable] = {}  # of each asynchronous lane: the events that are left
+        self._driven: dict[int, float] = {}  # and the time up to which they are done
+
+    def meet(self, lanes: Sequence[Lane], call: str) -> None:
         raise InputError(f"{call} is collective, and virtual workers share one thread; call it on the VirtualCluster")
 
-    def _nudge(self, lane: int, k: int) -> None:
-        """A worker stands still: parked workers go on to its round."""
-        for rank in sorted(self._parked):
-            parked = self.gossips[rank].lanes[lane]
-            while parked.k < k:
-                parked.mix_only()
+    def stalled(self, lane: Lane, k: int, *, assist: bool) -> None:
+        """Parked workers go on to round `k`."""
+        self._advance_parked(lane.index, k)
 
-    def _combine(self, index: int) -> None:
-        """Adapt-then-combine without threads: a worker's values are mixed as soon as all it needs have stepped, which
-        is before its own next forward pass."""
-        lanes = self._rounds(index)
-        slowest = min((lane.k for lane in lanes if lane.rank not in self._parked), default=0)
-        for lane in lanes:
-            if lane.jobs is not None and all(job.done for job in lane.jobs):
-                lane.apply()
-        self._nudge(index, slowest)
+    def combine(self, lane: SyncLane) -> None:
+        """Apply a worker's round once all workers that it needs have stepped, which is before its next forward pass."""
+        lanes = self.rounds_of(lane.index)
+        slowest = min((other.k for other in lanes if other.rank not in self.parked), default=0)
+        for other in lanes:
+            if other.jobs is not None and all(job.done for job in other.jobs):
+                other.apply()
+        self._advance_parked(lane.index, slowest)
+
+    def duration(self, rank: int, step: int) -> float:
+        return self.durations(rank, step)
+
+    def drive(self, lane: int, time: float) -> bool:
+        """Perform the events up to `time`, each on both of its workers."""
+        if time < self._driven.get(lane, 0.0) - 1e-9:
+            raise InputError(
+                f"a virtual worker stepped at time {time:g} after others had reached {self._driven[lane]:g}; step the "
+                "workers in turn, or in the order of VirtualCluster.turns()"
+            )
+        self._driven[lane] = time
+        lanes = self.events_of(lane)
+        stream = self._streams.get(lane)
+        if stream is None:
+            begun = max(each.timetable.started for each in lanes)
+            stream = self._streams[lane] = _Peekable(lanes[0].timetable.events.stream(after=begun))
+        while (event := stream.next_until(time)) is not None:
+            pair = (lanes[event.i], lanes[event.j])
+            jobs = [side.begin(event) for side in pair]
+            for side, launched in zip(pair, jobs, strict=True):
+                side.end(event, launched)
+        return True
+
+    def forget_events(self) -> None:
+        """Another state was loaded: events go on from there."""
+        self._streams.clear()
+        self._driven.clear()
+
+    def rounds_of(self, index: int) -> list[SyncLane]:
+        """Lane `index` of every worker, if it gossips in rounds."""
+        return [lane for g in self._gossips if isinstance(lane := g.lanes[index], SyncLane)]
+
+    def events_of(self, index: int) -> list[AsyncLane]:
+        """Lane `index` of every worker, if it gossips in events."""
+        return [lane for g in self._gossips if isinstance(lane := g.lanes[index], AsyncLane)]
+
+    def _advance_parked(self, index: int, k: int) -> None:
+        for rank in sorted(self.parked):
+            lane = self._gossips[rank].lanes[index]
+            while lane.k < k:
+                lane.mix_only()
 
 
 class _Peekable:
@@ -264,3 +310,25 @@ class _Peekable:
             return None
         self._next = next(self._events, None)
         return due
+
+
+def _run(collectives: list[Collective]) -> list[Any]:
+    """Drive all workers' collectives in turn: an exchange is complete once every worker has launched it."""
+    results: list[Any] = [None] * len(collectives)
+    running = dict(enumerate(collectives))
+    while running:
+        for worker, steps in list(running.items()):
+            try:
+                next(steps)
+            except StopIteration as stop:
+                results[worker] = stop.value
+                del running[worker]
+    return results
+
+
+@torch.no_grad()
+def _broadcast(workers: list[Prepared]) -> None:
+    first = starting_values(workers[0])
+    for worker in workers[1:]:
+        for mine, theirs in zip(starting_values(worker), first, strict=True):
+            mine.copy_(theirs)

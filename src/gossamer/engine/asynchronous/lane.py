@@ -1,4 +1,4 @@
-"""The training thread's side of asynchronous gossip: before and after a step, and collective calls."""
+"""The training thread's side of asynchronous gossip: before and after a step, and in collective calls."""
 
 from __future__ import annotations
 
@@ -6,52 +6,56 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from gossamer.comm import Job, Transport, clock
-from gossamer.engine.asynchronous.agenda import Agenda
-from gossamer.engine.asynchronous.board import Board
+from gossamer.comm import Job, PeerWait, clock
 from gossamer.engine.asynchronous.clock import VirtualClock, WallClock
-from gossamer.engine.asynchronous.meter import EventMetrics
-from gossamer.engine.asynchronous.patience import Patience
-from gossamer.engine.asynchronous.state import State
+from gossamer.engine.asynchronous.events import StoreNotes, Swap, Timetable
+from gossamer.engine.asynchronous.state import EventMetrics, State
 from gossamer.engine.asynchronous.thread import EventThread
-from gossamer.engine.asynchronous.trade import Trade
-from gossamer.engine.lane import NUDGE_AFTER, Lane
+from gossamer.engine.lane import STALLED_AFTER, Lane, LaneParts
 from gossamer.engine.policies import A2CiD2, Asynchronous
 from gossamer.errors import GossamerError, GossamerWarning, InputError
-from gossamer.topology.a2cid2 import Rates
+from gossamer.topology.a2cid2 import rates_of
 from gossamer.topology.events import Event, Events
 
 
 class AsyncLane(Lane):
     """One optimizer's state (x, x~), its step hooks, and the thread that exchanges."""
 
-    def begin_gossip(self, transport: Transport, events: Events, rates: Rates) -> None:
-        """Take over the parameters as they are now and start exchanging."""
-        settings, policy = self.settings, self.policy
-        accelerated = isinstance(policy, A2CiD2)
-        self._lock = threading.Condition()  # guards the state, the clock and the agenda
-        self.state = State(self.buckets, self.rank, events.topology.n, rates if accelerated else None, policy.rate)
+    def __init__(self, parts: LaneParts):
+        super().__init__(parts)
+        policy, topology = self.policy, self.schedule.topology
+        pairing: Literal["rounds", "edges"] = "rounds" if policy.pairing == "rounds" else "edges"
+        events = Events(topology, policy.rate, policy.seed + 7919 * self.index, policy.gaps, pairing)
+        rates = rates_of(topology) if isinstance(policy, A2CiD2) else None
+        self._lock = threading.Condition()  # guards the state, the clock and the timetable
+        self.state = State(self.buckets, self.rank, topology.n, rates, policy.rate)
         self.clock = WallClock() if policy.clock == "wall" else VirtualClock()
         wall = isinstance(self.clock, WallClock)
-        self.agenda = Agenda(events, self.rank, trial=wall and policy.pairing == "auto")
-        self.meter = EventMetrics(self.rank, self.meter.layout, self.meter.writer, self.index, self.clock)
-        layout = self.schedule.topology.layout
-        self._trade = Trade(self.rank, layout, self.state, self._out, self.wire, self.channel, self.meter)
-        self.drive: Callable[[int, float], None] | None = None  # performs virtual workers' events up to a time
-        self.durations: Callable[[int], float] = lambda step: 1.0  # of a gradient, on the virtual clock
+        self.timetable = Timetable(events, self.rank, trial=wall and policy.pairing == "auto")
+        self.meter = EventMetrics(self.rank, parts.layout, parts.writer, self.index, self.clock)
+        self._swap = Swap(self.rank, topology.layout, self.state, self._out, self.wire, self.channel, self.meter)
         self.meter.sent.update(dict.fromkeys(sorted(set(events.neighbors(self.rank))), 0))  # no new keys while read
         self._thread: EventThread | None = None
-        if transport.threaded and not self.alone:
-            self.agenda.rewind()
+        if parts.transport.threaded and not self.alone:
+            self.timetable.rewind()
             name = f"events-{self.index}"
-            self._board = Board(transport, name)
-            parts = (self.clock, self.agenda, self._trade, self.channel, self._board, policy, settings.timeout)
-            self._thread = EventThread(name, self._lock, *parts)
+            self._notes = StoreNotes(parts.transport, name)
+            self._thread = EventThread(
+                name,
+                self._lock,
+                self.clock,
+                self.timetable,
+                self._swap,
+                self.channel,
+                self._notes,
+                policy,
+                self.settings.timeout,
+            )
 
     @property
     def policy(self) -> Asynchronous:
@@ -66,7 +70,7 @@ class AsyncLane(Lane):
         self._computed()
         self._let_go()  # a step that raised left it held
         if isinstance(self.clock, VirtualClock):
-            self.reach(self.clock.time + self.durations(self.meter.steps))
+            self.reach(self.clock.time + self.coordinator.duration(self.rank, self.meter.steps))
         self._hold_back()
         self._lock.acquire()
         try:
@@ -134,24 +138,22 @@ class AsyncLane(Lane):
         """Wait, with the lock, until `done` or a failure; `late` says for whom and why."""
         if done():
             return
-        patience = Patience(self.rank, self.settings.timeout)
+        wait = PeerWait(self.rank, self.settings.timeout)
         peer, _ = late()
-        while not self._lock.wait_for(lambda: self._failure() is not None or done(), NUDGE_AFTER):
+        while not self._lock.wait_for(lambda: self._failure() is not None or done(), STALLED_AFTER):
             peer, _ = late()
             if isinstance(self.clock, VirtualClock):
-                self._nudge(self.index, round(self.clock.goal))
-                if self.assist is not None:
-                    self.assist()
-            patience.try_on(lambda: "worker {}, {}".format(*late()), "is it alive, and does it train as many steps?")
+                self.coordinator.stalled(self, round(self.clock.goal), assist=True)
+            wait.check(lambda: "worker {}, {}".format(*late()), "is it alive, and does it train as many steps?")
         self._raise_failure()
-        since = patience.since
+        since = wait.since
         self.meter.waited_total += clock() - since
         self.meter.waited[peer] += clock() - since
         self.meter.span("wait", since, clock(), peer=peer, step=self.meter.steps)
 
     def _partner(self) -> tuple[int, str]:
-        assert self.agenda.next is not None
-        return self.agenda.partner(), f"its partner in event {self.agenda.next.number}"
+        assert self.timetable.next is not None
+        return self.timetable.partner(), f"its partner in event {self.timetable.next.number}"
 
     def _failure(self) -> BaseException | None:
         return None if self._thread is None else self._thread.failure
@@ -176,23 +178,21 @@ class AsyncLane(Lane):
 
     def reach(self, time: float) -> None:
         """Move the virtual clock to `time`, when all of this worker's events until then are done."""
-        if self.drive is not None:
-            self.drive(self.index, time)
-        elif self._thread is not None:
+        if not self.coordinator.drive(self.index, time) and self._thread is not None:
             with self._lock:
                 self._virtual.goal = time
                 self._lock.notify_all()
-                self._stand_still(lambda: self.agenda.done_until(time), self._partner)
+                self._stand_still(lambda: self.timetable.done_until(time), self._partner)
         self._virtual.time, self.k = time, round(time)
 
     def begin(self, event: Event) -> list[Job]:
         """A virtual worker's part of an event: launch all of it."""
-        self.agenda.started = event.number
-        return [self._trade.greet(event, parked=False), *self._trade.send(event, event.time)]
+        self.timetable.started = event.number
+        return [self._swap.greet(event, parked=False), *self._swap.send(event, event.time)]
 
     def end(self, event: Event, jobs: list[Job]) -> None:
         """Its partner has launched it too: take what arrived."""
-        self._trade.receive(event.time, jobs[1:])
+        self._swap.receive(event.time, jobs[1:])
 
     def mix_only(self) -> None:
         """Let a gradient's time pass without a step, so that others can go on."""
@@ -206,7 +206,7 @@ class AsyncLane(Lane):
             self._virtual.goal = goal
             self._lock.notify_all()
             self._raise_failure()
-            if not self.agenda.done_until(goal):
+            if not self.timetable.done_until(goal):
                 return False
             self._virtual.time, self.k = goal, round(goal)
         self.meter.mix_only += 1
@@ -224,16 +224,16 @@ class AsyncLane(Lane):
     def freeze(self) -> int:
         """Begin no further event; the number of the last one begun."""
         with self._lock:
-            self.agenda.limit = self.agenda.started
-            return self.agenda.started
+            self.timetable.limit = self.timetable.started
+            return self.timetable.started
 
     def run_to(self, number: int) -> None:
         """Finish all own events up to `number` and stay there."""
         with self._lock:
-            self.agenda.limit = number
+            self.timetable.limit = number
             self._lock.notify_all()
             if self._thread is not None:
-                self._stand_still(lambda: self.agenda.done_through(number), self._partner)
+                self._stand_still(lambda: self.timetable.done_through(number), self._partner)
 
     def park(self) -> None:
         """This worker takes no steps for now: nobody is to be held back by it."""
@@ -245,7 +245,7 @@ class AsyncLane(Lane):
 
     def resume(self) -> None:
         with self._lock:
-            self.agenda.limit = None
+            self.timetable.limit = None
             if isinstance(self.clock, WallClock):
                 self.clock.pause()
             if self._thread is not None:
@@ -257,15 +257,21 @@ class AsyncLane(Lane):
         with self._lock:
             self.state.adopt()
 
+    def count_steps(self, steps: int) -> None:
+        state = self.state_dict()
+        state["steps"] = steps
+        state["counts"].fill_(steps)
+        self.load_state_dict(state)
+
     def state_dict(self) -> dict[str, Any]:
         """Inside a collective call: all events up to the limit are done, everywhere."""
         with self._lock:
             return {
                 "algorithm": self.policy.name,
                 "steps": self.meter.steps,
-                "started": self.agenda.reached(),
+                "started": self.timetable.reached(),
                 "virtual": self.clock.time if isinstance(self.clock, VirtualClock) else 0.0,
-                "rounds": self.agenda.switched(),
+                "rounds": self.timetable.switched(),
                 **self.state.state_dict(),
             }
 
@@ -280,7 +286,7 @@ class AsyncLane(Lane):
         with self._lock:
             self.meter.steps = state["steps"]
             self.state.load_state_dict(state)
-            time = self.agenda.resume(state["started"], state["rounds"], live=self._thread is not None)
+            time = self.timetable.resume(state["started"], state["rounds"], live=self._thread is not None)
             if isinstance(self.clock, VirtualClock):
                 self.clock.load(state["virtual"])
                 self.k = round(self.clock.time)
@@ -288,14 +294,14 @@ class AsyncLane(Lane):
                 self.clock.rewind(time)
                 self.state.time = time
             if self._thread is not None:
-                self.agenda.limit = state["started"]  # not that of this call, which lies ahead: begin nothing in it
+                self.timetable.limit = state["started"]  # not that of this call, which lies ahead: begin nothing in it
             self._lock.notify_all()
 
     def close(self, drain: float) -> None:
         with ExitStack() as ends:  # in reverse order, and all of them, even if Ctrl-C falls into one
             ends.callback(self._release)
             if self._thread is not None:
-                ends.callback(self._board.close)
+                ends.callback(self._notes.close)
                 ends.callback(self._thread.join)
             ends.callback(super().close, drain)  # ends an exchange that is still under way
             if self._thread is not None:
@@ -306,7 +312,7 @@ class AsyncLane(Lane):
         with self._lock:
             thread.stop()
         if not thread.parked:  # outside of a collective close(): the others are still training
-            self._board.leave()
+            self._notes.leave()
 
     def _release(self) -> None:
         with self._lock, torch.no_grad():

@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from gossamer.comm import Job
+from gossamer.engine.asynchronous.clock import VirtualClock, WallClock
 from gossamer.engine.flat import Bucket
+from gossamer.engine.metrics import Metrics
+from gossamer.topology import Layout
 from gossamer.topology.a2cid2 import Rates
+from gossamer.trace import TraceWriter
 
 CHUNK = 2**17  # elements
 ALPHA = 0.5  # of an exchange, on x
@@ -136,3 +140,17 @@ class State:
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Matching pieces that stay in the cache between the passes of an update."""
     return zip(*(torch.split(t, CHUNK) for t in tensors), strict=True)
+
+
+class EventMetrics(Metrics):
+    """And the unit of time, once it is agreed; by lane, since other optimizers may have other step times."""
+
+    def __init__(
+        self, worker: int, layout: Layout, writer: TraceWriter | None, lane: int, time: WallClock | VirtualClock
+    ):
+        super().__init__(worker, layout, writer)
+        self._lane, self._clock = lane, time
+
+    def summary(self) -> dict[str, Any]:
+        unit = self._clock.unit if isinstance(self._clock, WallClock) else None
+        return {**super().summary(), "unit_seconds_by_lane": {} if unit is None else {self._lane: unit}}

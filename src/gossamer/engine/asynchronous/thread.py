@@ -9,12 +9,9 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from gossamer.comm import Channel, Job, PeerError, clock
-from gossamer.engine.asynchronous.agenda import Agenda
-from gossamer.engine.asynchronous.board import Board
+from gossamer.comm import Channel, Job, PeerError, PeerWait, clock
 from gossamer.engine.asynchronous.clock import VirtualClock, WallClock
-from gossamer.engine.asynchronous.patience import Patience
-from gossamer.engine.asynchronous.trade import Trade
+from gossamer.engine.asynchronous.events import StoreNotes, Swap, Timetable
 from gossamer.engine.policies import Asynchronous
 from gossamer.errors import GossamerError
 from gossamer.topology.events import Event
@@ -26,22 +23,22 @@ FAREWELL = 5.0  # seconds that a message under way may take to arrive when this 
 
 
 class EventThread:
-    """Shares the lane's lock, state, clock and agenda with the training thread. What ends it is in `failure`."""
+    """Shares the lane's lock, state, clock and timetable with the training thread. What ends it is in `failure`."""
 
     def __init__(
         self,
         name: str,
         lock: threading.Condition,
         time: WallClock | VirtualClock,
-        agenda: Agenda,
-        trade: Trade,
+        timetable: Timetable,
+        swap: Swap,
         channel: Channel,
-        board: Board,
+        notes: StoreNotes,
         policy: Asynchronous,
         timeout: float,
     ):
-        self._lock, self._clock, self._agenda, self._trade = lock, time, agenda, trade
-        self._channel, self._board, self._policy, self._timeout = channel, board, policy, timeout
+        self._lock, self._clock, self._timetable, self._swap = lock, time, timetable, swap
+        self._channel, self._notes, self._policy, self._timeout = channel, notes, policy, timeout
         self.parked = False  # this worker is in a collective call and takes no steps
         self._stopping = self._in_flight = False
         self.failure: BaseException | None = None
@@ -67,11 +64,11 @@ class EventThread:
 
     def miss_who_left(self, what: str) -> None:
         """Raise if somebody has left: waiting for it cannot help."""
-        left = self._board.first_left()
+        left = self._notes.first_left()
         if left is not None:
             raise PeerError(
-                f"worker {self._agenda.rank} lost worker {left}, which left the job without close(), and cannot go on "
-                f"with {what}. Did worker {left} print an error? Restart the job from its last checkpoint."
+                f"worker {self._timetable.rank} lost worker {left}, which left the job without close(), and cannot "
+                f"go on with {what}. Did worker {left} print an error? Restart the job from its last checkpoint."
             )
 
     # -- the thread --------------------------------------------------------------------------------------------
@@ -94,20 +91,20 @@ class EventThread:
 
     def _take_turn(self) -> Event | None:
         """The next event, claimed, once its time has come and it may begin; None when the lane stops."""
-        agenda = self._agenda
+        timetable = self._timetable
         with self._lock:
             while not self._stopping:
-                assert agenda.next is not None
-                event = agenda.next
-                if agenda.trial is not None and event.time > agenda.trial:
+                assert timetable.next is not None
+                event = timetable.next
+                if timetable.trial is not None and event.time > timetable.trial:
                     self._agree_on_pairing()
                     continue
-                if agenda.limit is None:
+                if timetable.limit is None:
                     early = self._clock.until(event.time)
                 else:  # others wait for it: no matter the time
-                    early = 0.0 if event.number <= agenda.limit else None
+                    early = 0.0 if event.number <= timetable.limit else None
                 if early == 0.0:
-                    agenda.started = event.number  # under the same lock: a collective call must not overlook it
+                    timetable.started = event.number  # under the same lock: a collective call must not overlook it
                     return event
                 self._lock.wait(early)
             return None
@@ -115,33 +112,33 @@ class EventThread:
     def _perform(self, event: Event) -> None:
         """The counts first: when they have arrived the partner is there, and x is sent as it is then."""
         with self._lock:
-            greeting = self._trade.greet(event, parked=self.parked)
+            greeting = self._swap.greet(event, parked=self.parked)
         self._await(greeting)
         with self._lock:
             if self._stopping:
                 return
             self._in_flight = True
-            jobs = self._trade.send(event, self._clock.at(event.time))
+            jobs = self._swap.send(event, self._clock.at(event.time))
         since = clock()
         for job in jobs:
             self._await(job)
         with self._lock:
-            self._trade.receive(self._clock.at(event.time), jobs)
-            if self._agenda.trial is not None:
-                self._agenda.transfers.append(max(job.finished or 0.0 for job in jobs) - since)
-            self._agenda.advance()
+            self._swap.receive(self._clock.at(event.time), jobs)
+            if self._timetable.trial is not None:
+                self._timetable.transfers.append(max(job.finished or 0.0 for job in jobs) - since)
+            self._timetable.advance()
             self._in_flight = False
             self._lock.notify_all()
 
     def _await(self, job: Job) -> None:
-        patience = Patience(self._agenda.rank, self._timeout)
+        wait = PeerWait(self._timetable.rank, self._timeout)
         while not self._channel.wait(job, 1.0):
             if self._stopping and not self._in_flight:
                 raise GossamerError("closed while an exchange was under way")
             if not self._in_flight:  # a message under way arrives, or gloo tells that it does not
                 with suppress(RuntimeError):  # the store is gone: the exchange itself tells more
                     self.miss_who_left(f"event {job.round}")
-            patience.try_on(lambda: f"worker {job.blocked_on} (event {job.round})", "is that worker alive?")
+            wait.check(lambda: f"worker {job.blocked_on} (event {job.round})", "is that worker alive?")
         if job.error is not None:
             raise job.error
 
@@ -167,44 +164,44 @@ class EventThread:
 
     def _agree_on_pairing(self) -> None:
         """The trial is over: where exchanges proved long, all go on in rounds of side-by-side pairs."""
-        agenda, unit = self._agenda, self._clock.unit if isinstance(self._clock, WallClock) else None
+        timetable, unit = self._timetable, self._clock.unit if isinstance(self._clock, WallClock) else None
         assert unit is not None
-        assert agenda.next is not None
-        assert agenda.trial is not None
-        seconds = statistics.mean(agenda.transfers) if agenda.transfers else 0.0
+        assert timetable.next is not None
+        assert timetable.trial is not None
+        seconds = statistics.mean(timetable.transfers) if timetable.transfers else 0.0
         busy = self._policy.rate * seconds / unit
-        generation = agenda.generation
-        said = self._hear_all(f"pairing/{generation}", [busy, agenda.next.number])
-        if said is None or generation != agenda.generation:
+        generation = timetable.generation
+        said = self._hear_all(f"pairing/{generation}", [busy, timetable.next.number])
+        if said is None or generation != timetable.generation:
             return
         if statistics.median(s[0] for s in said) > LONG:
             # No event after the trial has begun anywhere: the rounds may take over their numbers.
-            agenda.change_to_rounds(max(s[1] for s in said), agenda.trial)
-            agenda.rewind()
-        agenda.trial = None
+            timetable.change_to_rounds(max(s[1] for s in said), timetable.trial)
+            timetable.rewind()
+        timetable.trial = None
 
     def _hear_all(self, what: str, mine: Any) -> list[Any] | None:
         """What everybody has to say, waiting without the lock; None if the lane stops or another state is loaded."""
-        patience, generation = Patience(self._agenda.rank, self._timeout), self._agenda.generation
+        wait, generation = PeerWait(self._timetable.rank, self._timeout), self._timetable.generation
         subject = f"the {what.partition('/')[0]} of their exchanges"
 
         def late() -> str:
-            return f"worker(s) {', '.join(map(str, self._board.silent(what)))} to agree on {subject}"
+            return f"worker(s) {', '.join(map(str, self._notes.silent(what)))} to agree on {subject}"
 
         try:
-            self._board.say(what, json.dumps(mine))
-            while (said := self._board.heard(what)) is None:
+            self._notes.say(what, json.dumps(mine))
+            while (said := self._notes.heard(what)) is None:
                 self.miss_who_left(f"the agreement on {subject}")
                 self._lock.wait(POLL)
-                loaded = generation != self._agenda.generation
+                loaded = generation != self._timetable.generation
                 if self._stopping or (loaded and not what.startswith("unit")):
                     return None
                 if self.parked:  # everybody will be there, or the collective call says who is not
-                    patience.renew()
-                patience.try_on(late, "are they alive, and do they take steps?")
+                    wait.renew()
+                wait.check(late, "are they alive, and do they take steps?")
         except RuntimeError as error:
             raise PeerError(
-                f"worker {self._agenda.rank} lost the job's store while the workers agreed on {subject}; it lives in "
-                "the launcher or in worker 0: is that alive? Restart the job from its last checkpoint."
+                f"worker {self._timetable.rank} lost the job's store while the workers agreed on {subject}; it lives "
+                "in the launcher or in worker 0: is that alive? Restart the job from its last checkpoint."
             ) from error
         return [json.loads(text) for text in said]

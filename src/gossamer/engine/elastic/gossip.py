@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
-
-from gossamer.comm import Counted, Deadline, Job, PeerError
+from gossamer.comm import Deadline, Job, PeerError
 from gossamer.comm.tcp import Unreachable
 from gossamer.engine.averages import Control
 from gossamer.engine.elastic.job import ElasticJob
 from gossamer.engine.elastic.lane import ElasticLane
-from gossamer.engine.elastic.meeting import Attendee, Meeting, meeting_stamp
+from gossamer.engine.elastic.meeting import Meeting, meeting_stamp
 from gossamer.engine.elastic.state_transfer import Progress
 from gossamer.engine.gossip import Collective, Gossip
-from gossamer.engine.policies import Settings
+from gossamer.engine.prepared import Prepared
+from gossamer.engine.protocol import Participation
 from gossamer.errors import GossamerError
 from gossamer.trace import TraceWriter
 
@@ -35,24 +34,18 @@ class ElasticGossip(Gossip):
     - `state_dict()` inside `averaged()` belongs to the same meeting: either all participants save, or none does.
     """
 
-    lanes: list[ElasticLane]  # type: ignore[assignment]
+    lanes: Sequence[ElasticLane]
+    elastic = True
 
     def __init__(
-        self,
-        model: nn.Module,
-        lanes: list[ElasticLane],
-        settings: Settings,
-        control: Control,
-        writer: TraceWriter | None,
-        job: ElasticJob,
+        self, prepared: Prepared, lanes: Sequence[ElasticLane], job: ElasticJob, writer: TraceWriter | None = None
     ):
         self.members, self._meetings, self._transfer = job.members, job.meetings, job.transfer
         self._soft = job.soft_deadline
         self.joined = job.members.joining
-        self.averaging = False  # inside averaged(): the other participants are in the same meeting
         self.newcomer = False  # it has a member's state, and has taken part in no meeting since
         self._donor_meeting = -1  # the next meeting of the member whose state this worker has
-        super().__init__(model, list(lanes), settings, job.transport, control, self._gather, writer, 1)
+        super().__init__(prepared, lanes, job.transport, job, writer)
         self.on_stop(job.close)
         if job.donated is not None:
             self._continue_from(job.donated)
@@ -80,20 +73,32 @@ class ElasticGossip(Gossip):
             "last_refusal": why,
         }
 
-    @contextmanager
-    def averaged(self) -> Iterator[nn.Module]:
-        with super().averaged() as model:
-            self.averaging = True
-            try:
-                yield model
-            finally:
-                self.averaging = False
-
     def state_dict(self) -> dict[str, Any]:
-        return self._state() if self.averaging else super().state_dict()
+        return self._state() if self.in_meeting else super().state_dict()
 
     def _state(self) -> dict[str, Any]:
         return {**super()._state(), "topology": self.lanes[0].planned.topology.name}
+
+    # -- the protocol of recipes, checkpoints and integrations ---------------------------------------------------
+
+    def accepts(self, state: dict[str, Any]) -> bool:
+        """False: the members of a resumed job are new, so it starts from the parameters and the step count only."""
+        return False
+
+    def participation(self) -> Participation:
+        """The workers that took part in the latest meeting."""
+        found, met = super().participation(), self.met
+        if met is None:
+            return found
+        name = f"{self.members.run.hex()}/{met.number}"
+        return replace(found, steps=met.steps, meeting=name, alone=met.alone)
+
+    def departed(self) -> dict[int, str]:
+        """Participants of the latest meeting that have left the job, as {number: reason}."""
+        if self.met is None:
+            return {}
+        left = self.met.gone(self.members.record)
+        return {place: f"worker {rank} has left" for place, rank in enumerate(self.met.ranks) if rank in left}
 
     def skip_meeting(self) -> None:
         """Skip the meeting that this worker's donor was about to attend; the others do not wait for this worker there.
@@ -200,9 +205,10 @@ class ElasticGossip(Gossip):
             self.lanes[0].abandon(jobs)
             raise
 
-    def _gather(self, lanes: Sequence[Counted], call: str) -> None:
-        """Bring all members that can come to one meeting; from then on averages are over them."""
-        meeting = self._meetings.gather(call, self._here, self._while_parked)
+    def _meet(self, call: str) -> None:
+        super()._meet(call)
+        meeting = self.met
+        assert meeting is not None
         self.newcomer = False
         self.control = Control(
             self.members.rank,
@@ -212,15 +218,3 @@ class ElasticGossip(Gossip):
             partial(meeting_stamp, frozenset(meeting.ranks)),
             meeting.number * CALLS,
         )
-        for lane in self.lanes:
-            lane.convene(meeting)
-
-    def _here(self) -> Attendee:
-        me = self.members.me
-        rounds = [lane.k for lane in self.lanes]
-        return Attendee(self.members.rank, me.incarnation, me.node, rounds, self.lanes[0].meter.steps)
-
-    def _while_parked(self) -> None:
-        for lane in self.lanes:
-            lane.relay()
-        self._between_steps()

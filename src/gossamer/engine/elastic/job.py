@@ -3,44 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from gossamer.comm import layout_of
-from gossamer.comm.tcp import Arrival, Membership, Record, Rendezvous, TcpTransport, digest
-from gossamer.engine.elastic.meeting import Meetings
+from gossamer.comm.tcp import Arrival, Membership, Rendezvous, TcpTransport, digest
+from gossamer.engine.coordinator import Coordinator
+from gossamer.engine.elastic.lane import ElasticLane, Plans
+from gossamer.engine.elastic.meeting import Attendee, Meetings
 from gossamer.engine.elastic.state_transfer import Progress, StateTransfer
 from gossamer.errors import InputError
-from gossamer.topology.replan import replanned
-from gossamer.topology.schedule import Schedule
 
 if TYPE_CHECKING:
-    from gossamer.engine.build import Prepared
-
-
-class Plans:
-    """The schedule for the members of each epoch.
-
-    Args:
-        spec: The topology as the user gave it.
-        founding: The schedule for all workers.
-        description: Stands for everything that the workers agreed on at the start.
-    """
-
-    def __init__(self, spec: Any, founding: Schedule, description: bytes):
-        self._spec, self._founding, self.description = spec, founding, description
-        self._made: dict[tuple[tuple[int, ...], tuple[str, ...]], Schedule] = {}
-
-    def schedule(self, record: Record) -> Schedule:
-        ranks = record.ranks
-        nodes = tuple(record.members[r].node for r in ranks)
-        if (ranks, nodes) not in self._made:
-            topology = replanned(self._spec, self._founding.topology, ranks, layout_of(nodes))
-            self._made[ranks, nodes] = replace(self._founding, topology=topology, ranks=ranks)
-        return self._made[ranks, nodes]
+    from gossamer.engine.lane import Lane
+    from gossamer.engine.prepared import Prepared
 
 
 def rendezvous(
@@ -52,7 +29,7 @@ def rendezvous(
     return Rendezvous(rank, size, 1 if isinstance(optimizer, Optimizer) else len(optimizer), timeout)
 
 
-class ElasticJob:
+class ElasticJob(Coordinator):
     """A worker that has founded or joined an elastic job, with the parameters from which it starts.
 
     Args:
@@ -82,6 +59,24 @@ class ElasticJob:
         except BaseException:
             self.transport.close()
             raise
+
+    def meet(self, lanes: Sequence[Lane], call: str) -> None:
+        """Bring all members that can come to one meeting; from then on exact averages are over them."""
+        elastic = [lane for lane in lanes if isinstance(lane, ElasticLane)]
+        me = self.members.me
+
+        def here() -> Attendee:
+            rounds = [lane.k for lane in elastic]
+            return Attendee(self.members.rank, me.incarnation, me.node, rounds, elastic[0].meter.steps)
+
+        def while_parked() -> None:
+            for lane in elastic:
+                lane.relay()
+            elastic[0].run_after_step()
+
+        meeting = self.meetings.gather(call, here, while_parked)
+        for lane in elastic:
+            lane.convene(meeting)
 
     def close(self) -> None:
         self.transfer.close()

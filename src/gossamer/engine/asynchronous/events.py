@@ -1,0 +1,181 @@
+"""A worker's events: which one is next, what two workers swap in one, and what all must agree on outside of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from gossamer.comm import Batch, Channel, Exchange, Job, PrefixStore, Scratch, Transport, Wire, default_store, exchange
+from gossamer.engine.asynchronous.state import State
+from gossamer.engine.metrics import Metrics
+from gossamer.topology import Layout
+from gossamer.topology.events import Event, Events
+from gossamer.topology.plan import Piece, Program, Step
+
+TRIAL = 8.0  # time units after which exchanges that proved long are paired in rounds
+
+
+class Timetable:
+    """This worker's events in order. Used with the lane's lock."""
+
+    def __init__(self, events: Events, rank: int, *, trial: bool):
+        self.events, self.rank = events, rank
+        self._auto = trial
+        self.trial: float | None = TRIAL if trial else None  # until when pairs are tried one by one
+        self.generation = 0  # of the event sequence: loading a state starts another
+        self.transfers: list[float] = []  # seconds that exchanges of the trial took
+        self.started = -1  # number of the last event begun
+        self.limit: int | None = None  # no event with a higher number may begin
+        self._own: Iterator[Event] = iter(())
+        self.next: Event | None = None  # the first own event that is not done
+
+    def rewind(self, after: int = -1) -> None:
+        """Begin with the first event with a number above `after`."""
+        self._own = self.events.of(self.rank, after=after)
+        self.advance()
+
+    def advance(self) -> None:
+        """The next event is done."""
+        self.next = next(self._own)
+
+    def partner(self) -> int:
+        assert self.next is not None
+        return self.next.peer_of(self.rank)
+
+    def done_until(self, time: float) -> bool:
+        return self.next is not None and self.next.time > time
+
+    def done_through(self, number: int) -> bool:
+        return self.next is not None and self.next.number > number
+
+    def reached(self) -> int:
+        """The last event that is done everywhere, inside a collective call."""
+        return self.started if self.limit is None else max(self.started, self.limit)
+
+    # -- pairs one by one, or rounds of them -------------------------------------------------------------------
+
+    def switched(self) -> tuple[int, float] | None:
+        """Where the sequence changed to rounds by agreement, if it did: (first number, time)."""
+        changed = self._auto and self.events.pairing == "rounds"
+        return (self.events.first, self.events.start) if changed else None
+
+    def change_to_rounds(self, first: int, start: float) -> None:
+        """From `start` on the events are rounds of side-by-side pairs, numbered from `first`."""
+        self.events = replace(self.events, seed=self.events.seed + 1, pairing="rounds", first=first, start=start)
+
+    def resume(self, after: int, rounds: tuple[int, float] | None, *, live: bool) -> float:
+        """Go on after event `after` of a sequence that had changed to `rounds`; its time. `live`: events are taken
+        from here, not driven by a cluster of virtual workers."""
+        self.generation += 1
+        self.started = after
+        if self.switched() is not None:  # this run had changed; the saved one had not, or elsewhere
+            self.events = replace(self.events, seed=self.events.seed - 1, pairing="edges", first=0, start=0.0)
+        if rounds is not None:
+            self.change_to_rounds(*rounds)
+        if not live:
+            return 0.0
+        self.rewind(after)
+        begun = after >= self.events.first
+        time = next(self.events.stream(after=after - 1)).time if begun else self.events.start
+        self.trial, self.transfers = (time + TRIAL if self._auto and rounds is None else None), []
+        return time
+
+
+class Swap:
+    """One side of an event: `greet`, then `send`, then, when all has arrived, `receive`. With the lane's lock."""
+
+    def __init__(
+        self,
+        rank: int,
+        layout: Layout,
+        state: State,
+        outs: Sequence[Tensor],
+        wire: Wire,
+        channel: Channel,
+        meter: Metrics,
+    ):
+        self._rank, self._layout, self._state, self._outs = rank, layout, state, outs
+        self._wire, self._channel, self._meter = wire, channel, meter
+
+    def greet(self, event: Event, *, parked: bool) -> Job:
+        """Swap step counts. `parked`: this worker takes no steps for now."""
+        if parked:
+            self._state.excuse()
+        ours = self._state.counts.clone()
+        swap = partial(_swap_counts, event.peer_of(self._rank), ours, self._state.heard)
+        return self._launch(Job(event.number, len(self._outs), swap))
+
+    @torch.no_grad()
+    def send(self, event: Event, now: float) -> list[Job]:
+        """Swap x as it is now, a job a bucket."""
+        peer = event.peer_of(self._rank)
+        wired = self._layout.nodes == 1 or self._layout.node[peer] != self._layout.node[self._rank]
+        self._state.depart(now)
+        jobs = []
+        for b, (sent, out) in enumerate(zip(self._state.sent, self._outs, strict=True)):
+            whole = Piece(peer, 0, sent.numel(), 1.0)
+            program: Program = (Step("swap", "x", wired, (whole,), (whole,)),)
+            jobs.append(self._launch(Job(event.number, b, partial(exchange, program, sent, out, self._wire))))
+        return jobs
+
+    @torch.no_grad()
+    def receive(self, now: float, jobs: Sequence[Job]) -> None:
+        """All has arrived: move x and x~."""
+        for job in jobs:
+            self._meter.exchanged(job)
+        self._state.arrive(now, jobs)
+        self._meter.rounds += 1
+
+    def _launch(self, job: Job) -> Job:
+        self._channel.launch(job)
+        return job
+
+
+def _swap_counts(peer: int, ours: Tensor, theirs: Tensor, scratch: Scratch) -> Exchange:
+    """The step counts travel with the parameters."""
+    yield Batch([(peer, ours)], [(peer, theirs)])
+    return None
+
+
+class StoreNotes:
+    """Notes in the store. Made collectively; afterwards nothing of it waits for anybody.
+
+    Edges connect when they are first used: without a note, nobody would miss a worker that leaves before that.
+    """
+
+    def __init__(self, transport: Transport, name: str):
+        self._rank, self._size = transport.rank, transport.size
+        run = transport.share(f"{name}/board", uuid4().hex)[0]
+        prefixed: Any = PrefixStore(f"gossamer/{run}", default_store())
+        self._store = prefixed.clone()  # others may block on theirs
+
+    def say(self, what: str, text: str) -> None:
+        self._store.set(f"{what}/{self._rank}", text)
+
+    def heard(self, what: str) -> list[str] | None:
+        """What everybody has said, by rank; None while somebody has not."""
+        keys = [f"{what}/{r}" for r in range(self._size)]
+        return [self._store.get(key).decode() for key in keys] if self._store.check(keys) else None
+
+    def silent(self, what: str) -> list[int]:
+        """Who has not."""
+        return [r for r in range(self._size) if not self._store.check([f"{what}/{r}"])]
+
+    def leave(self) -> None:
+        """This worker takes part in nothing any more, and the others do not expect it."""
+        with suppress(RuntimeError):  # the store died with its worker, which is told by other means
+            self._store.compare_set("left", "", str(self._rank))
+
+    def first_left(self) -> int | None:
+        """Who was the first to leave: others only follow it."""
+        return int(self._store.get("left")) if self._store.check(["left"]) else None
+
+    def close(self) -> None:
+        self._store = None  # its socket with it; the handle itself may wait for the garbage collector
