@@ -9,7 +9,7 @@ import torch
 from workers import loss_of, mlp, real, seeded
 
 import gossamer
-from gossamer.engine.asynchronous import patience
+from gossamer.comm import deadline
 
 QUICK = 10  # seconds, half of the timeout: nobody had to wait for that
 
@@ -77,7 +77,7 @@ def test_a_worker_that_left_is_missed_in_a_collective_call(pools):
 
 def late(rank, decentralize, **settings):
     """Worker 1 takes its first step late; what the others are warned of."""
-    before, patience.WARN_AFTER = patience.WARN_AFTER, 0.4
+    before, deadline.WARN_AFTER = deadline.WARN_AFTER, 0.4
     model = seeded(0, mlp)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
@@ -91,7 +91,7 @@ def late(rank, decentralize, **settings):
                 if rank == 0:
                     time.sleep(0.8)  # in close() it would wait for a collective call
     finally:
-        patience.WARN_AFTER = before
+        deadline.WARN_AFTER = before
     return [str(w.message) for w in caught if issubclass(w.category, gossamer.errors.GossamerWarning)]
 
 

@@ -289,7 +289,7 @@ def wall_resume(rank, decentralize):
     model.load_state_dict(state[0])
     optimizer.load_state_dict(state[1])
     gossip.load_state_dict(state[2])
-    first = gossip.lanes[0].agenda.next.time
+    first = gossip.lanes[0].timetable.next.time
     began = gossip.lanes[0].clock.start_at
     while gossip.stats()["rounds"] < 20:
         train(model, optimizer, rank, 1)
@@ -362,11 +362,11 @@ def pairing(rank, decentralize, step, seconds):
                 job.finished = time.perf_counter()
 
         lane._thread._await = slow
-        while lane.agenda.trial is not None or gossip.stats()["rounds"] < 20:
+        while lane.timetable.trial is not None or gossip.stats()["rounds"] < 20:
             train(model, optimizer, rank, 1)
             time.sleep(step)
         state = gossip.state_dict()["lanes"][0]["rounds"]
-        return lane.agenda.events.pairing, lane.agenda.events.first, state
+        return lane.timetable.events.pairing, lane.timetable.events.first, state
 
 
 def test_pairing_switches_to_rounds_by_agreement_where_exchanges_last(pools):

@@ -44,7 +44,7 @@ def test_the_mean_is_conserved_and_workers_approach_each_other(algorithm, topolo
 def test_a_pair_gains_what_it_loses(algorithm, wire):
     cluster, gossips, *_ = cluster_of(2, algorithm=algorithm, wire=wire)
     lanes = [g.lanes[0] for g in gossips]
-    for event, _ in zip(lanes[0].agenda.events.stream(), range(20), strict=False):
+    for event, _ in zip(lanes[0].timetable.events.stream(), range(20), strict=False):
         before = [lane.state.x[0].double() for lane in lanes]
         jobs = [lane.begin(event) for lane in lanes]
         mixed = [lane.state.x[0].double() for lane in lanes]  # after Mix, before the exchange

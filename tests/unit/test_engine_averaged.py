@@ -175,9 +175,9 @@ def test_equal_buffers_do_not_travel_and_others_travel_once(dtype, monkeypatch):
         values = [torch.ones(size, dtype=dtype) for _ in range(n)]
         values[1][0] = 0 if not equal else 1
         cluster, models = with_buffer([n], values)
-        start = cluster.hub.start
+        start = cluster._hub.start
         begun = []
-        monkeypatch.setattr(cluster.hub, "start", lambda *a, s=start, b=begun: (b.append(a[-1]), s(*a)))
+        monkeypatch.setattr(cluster._hub, "start", lambda *a, s=start, b=begun: (b.append(a[-1]), s(*a)))
         with cluster.averaged():
             models[0].mask.zero_()  # what the block writes is undone, also in buffers that are equal everywhere
         assert all(map(torch.equal, [m.mask for m in models], values))

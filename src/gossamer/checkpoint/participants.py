@@ -78,7 +78,7 @@ class Participants:
     @property
     def under_way(self) -> bool:
         """Whether the others may have begun to write: they have met before the call of `save`."""
-        return bool(getattr(self.handle, "averaging", False))
+        return self.handle is not None and bool(self.handle.in_meeting)
 
     @property
     def name(self) -> str:

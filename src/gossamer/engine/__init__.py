@@ -15,6 +15,7 @@ from gossamer.engine.policies import (
     NeighborGuard,
     algorithm,
 )
+from gossamer.engine.protocol import GossipHandle, MixedParameters, Participation
 from gossamer.engine.step_timer import probe
 from gossamer.engine.virtual import VirtualCluster
 
@@ -28,7 +29,10 @@ __all__ = [
     "ElasticGossip",
     "Exchange",
     "Gossip",
+    "GossipHandle",
+    "MixedParameters",
     "NeighborGuard",
+    "Participation",
     "PeerError",
     "VirtualCluster",
     "algorithm",
