@@ -77,7 +77,7 @@ def test_summary(compared):
     assert accum["metric_mean"] == pytest.approx(0.895)
     assert accum["metric_std"] == pytest.approx(2**0.5 * 0.01)
     assert accum["relative_time"] == pytest.approx(0.5)
-    assert accum["bytes_a_step"] == 1e6
+    assert accum["bytes_per_step"] == 1e6
     assert accum["consensus_distance"] == 0.05
     assert ddp["waiting"] == 0.25
     # loss 3 - 2.1 k / 10 is 1.0 after 9.52 steps of 0.2 s

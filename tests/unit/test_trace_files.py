@@ -222,7 +222,7 @@ def test_chrome_mistakes(tmp_path):
         ({"pid": 1, "ts": 0, "dur": 1, "tid": 1, "args": {"worker": 10**9}}, "event 0 of .* wrong value .worker"),
         ({"pid": 1, "ts": float("nan"), "dur": 1, "tid": 1}, "event 0 of .* wrong value .time nan"),
         ({"pid": 1, "ts": 0, "tid": 1}, "event 0 of .* lacks 'dur'"),
-        ({"pid": 1, "ts": 0, "dur": 1, "tid": 1, "args": {"worker": 0, "peer": 3}}, "speaks of worker 3 but has 1"),
+        ({"pid": 1, "ts": 0, "dur": 1, "tid": 1, "args": {"worker": 0, "peer": 3}}, "mentions worker 3 but has 1"),
     ):
         path.write_text(json.dumps([{"ph": "X", "cat": "compute", **broken}]))
         with pytest.raises(InputError, match=message):

@@ -80,7 +80,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             figure("loss"),
             f"{r['step_seconds'] * 1e3:.1f}",
             "-" if r["relative_time"] is None else f"{r['relative_time']:.0%}",
-            f"{r['bytes_a_step'] / 1e6:.3g}",
+            f"{r['bytes_per_step'] / 1e6:.3g}",
             "-" if r["waiting"] is None else f"{r['waiting']:.0%}",
             f"{r['consensus_distance']:.2g}",
         )

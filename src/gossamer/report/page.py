@@ -1,4 +1,4 @@
-"""The report of a folder of runs: one HTML page that needs no network, and the same as Markdown and CSV."""
+"""The report of a folder of runs: one HTML page that needs no network, or Markdown, or CSV."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def write_csv(folder: str | Path, path: str | Path) -> Path:
 
 
 def markdown(found: Found, title: str) -> str:
+    """Return the verdict and the table as Markdown."""
     groups = grouped(found.runs)
     columns, rows = _columns(groups), summary(groups)
     lines = [f"# {title}", "", verdict(groups), "", *([found.left_out, ""] if found.left_out else [])]
@@ -62,7 +63,7 @@ def markdown(found: Found, title: str) -> str:
 
 
 def _columns(groups: Sequence[Group]) -> list[Column]:
-    """The table's columns; those that say nothing are left out."""
+    """Return the columns of the table, without empty ones."""
     rows = summary(groups)
     metric = rows[0]["metric"]
 
@@ -80,9 +81,9 @@ def _columns(groups: Sequence[Group]) -> list[Column]:
         ("validation loss", spread("loss")),
         ("ms per step", _milliseconds),
         ("predicted ms", known("predicted_step_seconds", lambda v: f"{v * 1e3:.1f}")),
-        ("time", known("relative_time", lambda v: f"{v:.0%}")),
-        ("to the baseline's loss", known("seconds_to_baseline_loss", lambda v: f"{v:.3g} s")),
-        ("MB per step", lambda r: f"{r['bytes_a_step'] / 1e6:.3g}"),
+        ("time against baseline", known("relative_time", lambda v: f"{v:.0%}")),
+        ("time to the baseline's loss", known("seconds_to_baseline_loss", lambda v: f"{v:.3g} s")),
+        ("MB per step", lambda r: f"{r['bytes_per_step'] / 1e6:.3g}"),
         ("waiting", known("waiting", lambda v: f"{v:.0%}")),
         ("consensus distance", lambda r: f"{r['consensus_distance']:.2g}"),
     ]
@@ -90,7 +91,7 @@ def _columns(groups: Sequence[Group]) -> list[Column]:
 
 
 def _milliseconds(row: dict[str, Any]) -> str:
-    """A measured step time has a deviation over seeds; a simulated one is the same for all."""
+    """Format the step time; only a measured one has a deviation over seeds."""
     spread = f" ± {row['step_seconds_std'] * 1e3:.1g}" if row["seeds"] > 1 and row["clock"] == "measured" else ""
     return f"{row['step_seconds'] * 1e3:.1f}{spread}"
 
@@ -100,13 +101,14 @@ def _note(groups: Sequence[Group]) -> str:
     places = _each(f"{_places(r.config['per_node'])} {'virtual ' * r.config['virtual']}workers" for r in runs)
     steps = _each(f"{r.config['steps']} steps" for r in runs)
     text = f"Task {runs[0].config['task']}, {places}, {max(g.seeds for g in groups)} seed(s), {steps}. "
-    text += "Quality is that of the averaged model; ± is the standard deviation over seeds. "
+    text += "Quality is that of the averaged model; ± is the standard deviation over seeds. Consensus distance is the "
+    text += "root mean square distance of the workers' parameters to their mean. "
     text += f"Times are {_each(_times(r.clock) for r in runs)}. "
-    return text + "Bytes are those that one worker sends."
+    return text + "MB per step is what one worker sends."
 
 
 def _each(texts: Iterable[str]) -> str:
-    """The different ones, each once."""
+    """Join the different texts."""
     return " and ".join(dict.fromkeys(texts))
 
 
@@ -177,7 +179,7 @@ def _mean_line(group: Group, name: str, axis: str) -> list[tuple[float, float, f
 
 
 def _timelines(groups: Sequence[Group]) -> list[str]:
-    """Some steps of each method's timeline, on one time axis: measured if recorded, else predicted.
+    """Return some steps of each method's timeline on one time axis: the measured one if recorded, else the predicted.
 
     A timeline that cannot be read or drawn is left out; a note says why.
     """

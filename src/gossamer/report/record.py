@@ -1,4 +1,4 @@
-"""A record: the folder behind a performance claim. Command, machine, versions, raw samples, a readable summary."""
+"""Records: the folder behind a performance claim, with command, machine, versions, raw samples and a summary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("gossamer", "torch", "numpy", "decent-dp")
 
 
 def environment() -> dict[str, Any]:
-    """The machine and the versions that a number depends on; no names or paths of this machine."""
+    """Return the machine and the versions that a number depends on, without names or paths of this machine."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """How this process was called, relative to the project."""
+    """Return the command of this process, without paths of this machine."""
     program = Path(sys.argv[0])
     name = "gossamer" if program.name in ("gossamer", "__main__.py") else f"python {program.parent.name}/{program.name}"
     return f"{name} {shlex.join(sys.argv[1:])}".strip()
@@ -51,7 +51,7 @@ def write_record(
     note: str = "",
     environment: Mapping[str, Any],
 ) -> Path:
-    """Write `record.json` (everything, raw samples included) and `README.md` (what a person reads)."""
+    """Write `record.json` (all data with raw samples) and `README.md` (the summary for people)."""
     path = Path(folder)
     record = {
         "command": command_line(),

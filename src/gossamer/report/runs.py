@@ -1,4 +1,4 @@
-"""Reading runs from disk, and what they say together: quality and time of each method over its seeds."""
+"""Runs on disk, and their summary: quality and time of each method over its seeds."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any
 from gossamer.errors import InputError
 from gossamer.trace import read
 
-WARM = 0.1  # share of the steps that a measured step time leaves out: connections are made, caches fill
-CLOCK = ("kind", "cluster", "link", "network")  # what a run's times were taken on, beside its layout
-ELSEWHERE = ("method", "seed", "lr", "options", "virtual")  # a configuration's keys that the grouping sees elsewhere
+WARM = 0.1  # share of the first steps that a measured step time leaves out: connections are made, caches fill
+CLOCK = ("kind", "cluster", "link", "network")  # with the layout: where a run's times come from
+ELSEWHERE = ("method", "seed", "lr", "options", "virtual")  # keys of a configuration that the grouping reads elsewhere
 IGNORED = (*ELSEWHERE, "eval_every", "checkpoint_every", "batched", "trace", "threads")
 NEEDED = {"config", "method", "lr", "metric", "higher_is_better"}  # in config.json
 NEEDED_INSIDE = {"task", "steps", "seed", "per_node", "options"}  # in its "config"
-NAMED = 6  # runs that a sentence names before it counts the others
+NAMED = 6  # runs that a sentence names; the others are counted
 
 
 @dataclass
 class Run:
-    """One run: `steps` are its rows by step (losses averaged over the workers' files), `evaluations` as written."""
+    """One run. `steps` has one row per step, with losses averaged over the workers; `evaluations` are as written."""
 
     folder: Path
     content: dict[str, Any]
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def setting(self) -> str:
-        """What its times were taken on; times of different settings cannot be compared."""
+        """Where its times come from; times of different settings cannot be compared."""
         return json.dumps([self.config["per_node"], *(self.clock.get(k) for k in CLOCK)])
 
     @property
@@ -63,17 +63,17 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """All steps are done and the result is evaluated; evaluations on the way may use a part of the data."""
+        """Whether all steps are done and the result is evaluated; earlier evaluations may use a part of the data."""
         return bool(self.evaluations) and self.evaluations[-1]["step"] >= self.config["steps"]
 
     @property
     def diverged(self) -> bool:
-        """Its last evaluation is not a finite number."""
+        """Whether its last evaluation is not a finite number."""
         return bool(self.evaluations) and not all(math.isfinite(self.final(name)) for name in ("loss", self.metric))
 
     @property
     def step_time(self) -> float:
-        """Mean seconds of a step after the first tenth; the median when measured, as hiccups are not the method's."""
+        """Seconds per step: the simulated mean, or the measured median after the first tenth of the steps."""
         if self.clock["kind"] == "simulated":
             return float(self.clock["step_seconds"])
         times = [b["seconds"] - a["seconds"] for a, b in zip(self.steps, self.steps[1:], strict=False)]
@@ -82,27 +82,30 @@ class Run:
 
     @cached_property
     def waiting(self) -> float | None:
-        """The share of the time that worker 0 stood still; None where it cannot be told."""
+        """The share of the time that worker 0 waited; None if it was not recorded."""
         if self.clock["kind"] == "simulated":
             return float(self.clock["waiting"])
         last = self.steps[-1]
         if last["waited"] is not None and last["seconds"]:
             return float(last["waited"] / last["seconds"])
         try:
-            recorded = read(self.folder / "trace" / "trace-00000.jsonl")[1]  # DDP's waiting is known if it was recorded
+            recorded = read(self.folder / "trace" / "trace-00000.jsonl")[1]  # DDP's waits are known only from a trace
         except InputError:
             return None
         spans = [s for s in recorded if s.category != "exchange"]
         return sum(s.seconds for s in spans if s.category == "wait") / sum(s.seconds for s in spans) if spans else None
 
     def final(self, name: str, of: str = "averaged") -> float:
+        """Return a value of the last evaluation, of the averaged model or of worker 0's (`of="local"`)."""
         return float(self.evaluations[-1][of][name])
 
 
 @dataclass
 class Found:
-    """The runs in a folder. `runs` are those to compare: the finished ones, or those under way if none is finished; the
-    others are left out."""
+    """The runs in a folder.
+
+    `runs` are the ones to compare: the finished runs, or the unfinished ones if no run is finished.
+    """
 
     runs: list[Run]
     unfinished: list[Run]
@@ -110,7 +113,7 @@ class Found:
 
     @property
     def left_out(self) -> str:
-        """A sentence about the runs left out, empty if there are none."""
+        """A sentence about the runs that are left out, empty if there are none."""
         parts = []
         if self.unfinished:
             what = "run that is" if len(self.unfinished) == 1 else "runs that are"
@@ -122,14 +125,14 @@ class Found:
 
 
 def find_runs(folder: str | Path) -> Found:
-    """The runs in a folder: of one run, or of many below it."""
+    """Find the runs in a folder: the folder of one run, or of many below it."""
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder; pass the --out of gossamer train or compare")
     files = [f for f in sorted(folder.rglob("config.json")) if "sweep" not in f.relative_to(folder).parts]
     if not files:
         raise InputError(
-            f"{folder} holds no run (no config.json, a sweep's aside); pass the --out of gossamer train or compare"
+            f"{folder} holds no run (no config.json outside of a sweep); pass the --out of gossamer train or compare"
         )
     failed = _failed(folder)
     runs: list[Run] = []
@@ -147,14 +150,14 @@ def find_runs(folder: str | Path) -> Found:
     under_way = [r for r in runs if r.evaluations]
     if not under_way:
         raise InputError(
-            f"no run in {folder} has come to its first evaluation ({progress(runs)}); train longer, resume, or lower "
+            f"no run in {folder} has reached its first evaluation ({progress(runs)}); train longer, resume, or lower "
             "--lr where the loss diverged"
         )
     return Found(under_way, [r for r in runs if not r.evaluations], diverged)
 
 
 def load_runs(folder: str | Path) -> list[Run]:
-    """The finished runs in a folder."""
+    """Return the finished runs in a folder."""
     runs = find_runs(folder).runs
     if not runs[0].finished:
         raise InputError(
@@ -165,7 +168,7 @@ def load_runs(folder: str | Path) -> list[Run]:
 
 
 def progress(runs: Sequence[Run]) -> str:
-    """How far each run is."""
+    """Describe how far each run is."""
     return _listed([f"{r.name} at step {r.step} of {r.config['steps']}" for r in runs])
 
 
@@ -174,19 +177,19 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _failed(folder: Path) -> set[Path]:
-    """The runs that diverged according to the comparisons in the folder: they may have no evaluation that says so."""
+    """Return the runs that diverged according to `compare.json`: they may have no evaluation that shows it."""
     found: set[Path] = set()
     for path in folder.rglob("compare.json"):
         try:
             content = read_object(path)
             found |= {path.parent / Path(run).relative_to(content["folder"]) for run in content["failed"]}
         except (KeyError, TypeError, ValueError):
-            continue  # damaged; the page says so
+            continue  # damaged; the page mentions it
     return found
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
+    """Read the JSON object in a file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -199,7 +202,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def load_run(folder: Path) -> Run:
-    """One run, however far it is."""
+    """Load one run, finished or not."""
     content = read_object(folder / "config.json")
     inside = content.get("config")
     lacking = NEEDED - set(content) or NEEDED_INSIDE - set(inside if isinstance(inside, dict) else ())
@@ -214,7 +217,7 @@ def load_run(folder: Path) -> Run:
             try:
                 row = json.loads(line)
             except ValueError:
-                break  # torn when the run was killed
+                break  # torn because the run was killed
             if "averaged" in row:
                 evaluations.append(_with_nan(row))
             else:
@@ -236,17 +239,18 @@ def _with_nan(row: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Group:
-    """The runs of one method that differ by seed only."""
+    """The runs of one method that differ only by their seed."""
 
     label: str
     runs: list[Run] = field(default_factory=list)
 
     def values(self, name: str) -> list[float]:
+        """Return the final value of each run."""
         return [r.final(name) for r in self.runs]
 
     @property
     def all_reduce(self) -> bool:
-        return self.runs[0].method.split(":")[0] == "ddp"  # whatever its wire
+        return self.runs[0].method.split(":")[0] == "ddp"  # with any wire
 
     @property
     def seeds(self) -> int:
@@ -258,8 +262,10 @@ class Group:
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """By method and by whatever differs between the runs: configuration, clock, and a method's learning rate (methods
-    may each have their own). All-reduce first."""
+    """Group runs by method and by everything else that differs: configuration, clock, learning rates of one method.
+
+    Methods may have different learning rates. All-reduce comes first.
+    """
     flat = [
         {
             **{k: v for k, v in r.config.items() if k not in IGNORED},
@@ -283,7 +289,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 
 
 def _difference(key: str, value: Any) -> str:
-    """What tells a run from others of its method; a switch that is off goes without saying."""
+    """Return what distinguishes a run from others of its method; a switch that is off is not mentioned."""
     if value is True:
         return f" {key.replace('_', '-')}"
     if key == "kind":
@@ -292,7 +298,7 @@ def _difference(key: str, value: Any) -> str:
 
 
 def by_setting(groups: Sequence[Group]) -> list[list[Group]]:
-    """The groups whose times can be compared, together."""
+    """Return lists of groups whose times can be compared."""
     found: dict[str, list[Group]] = {}
     for g in groups:
         found.setdefault(g.runs[0].setting, []).append(g)
@@ -300,22 +306,22 @@ def by_setting(groups: Sequence[Group]) -> list[list[Group]]:
 
 
 def baseline(groups: Sequence[Group]) -> Group:
-    """All-reduce if it is there, else the first."""
+    """Return the all-reduce group if there is one, otherwise the first group."""
     return next((g for g in groups if g.all_reduce), groups[0])
 
 
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation (0 for one value)."""
+    """Return the mean and the sample standard deviation (0 for one value)."""
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def reached(run: Run, loss: float) -> float | None:
-    """Seconds until the averaged model's validation loss was `loss`, by a straight line between evaluations."""
+    """Return the seconds until the averaged model's validation loss was `loss`, interpolated between evaluations."""
     before: tuple[float, float] | None = None
     for row in run.evaluations:
         now = float(row["seconds"]), float(row["averaged"]["loss"])
         if now[1] <= loss:
-            if before is None or not before[1] > now[1]:  # it may be no number
+            if before is None or not before[1] > now[1]:  # it may be NaN
                 return now[0]
             return before[0] + (now[0] - before[0]) * (before[1] - loss) / (before[1] - now[1])
         before = now
@@ -323,8 +329,11 @@ def reached(run: Run, loss: float) -> float | None:
 
 
 def summary(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """A row a method: what the table, the CSV and the JSON show. The baseline is that of the method's setting; runs
-    under way are not related to it, as each may be at another step."""
+    """Return one row per method, for the table, the CSV and the JSON.
+
+    A method is compared with the baseline of its setting. Unfinished runs are not compared, because each may be at
+    another step.
+    """
     bases = {g.label: baseline(same) for same in by_setting(groups) for g in same}
     finished = all(r.finished for g in groups for r in g.runs)
     rows = []
@@ -355,7 +364,7 @@ def summary(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 "seconds": seconds,
                 "relative_time": seconds / base_seconds if finished and base_seconds else None,
                 "seconds_to_baseline_loss": to_target,
-                "bytes_a_step": statistics.fmean(e["bytes"] / e["step"] for e in ends),
+                "bytes_per_step": statistics.fmean(e["bytes"] / e["step"] for e in ends),
                 "waiting": None if None in waits else statistics.fmean(w for w in waits if w is not None),
                 "consensus_distance": statistics.fmean(r.evaluations[-1]["consensus_distance"] for r in g.runs),
                 "clock": g.runs[0].clock["kind"],

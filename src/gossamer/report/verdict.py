@@ -1,4 +1,4 @@
-"""What a comparison says in one sentence a setting: how much faster, and how good."""
+"""The verdict of a comparison, one sentence per setting: how much faster, and how good."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gossamer.report.runs import Group, Run, baseline, by_setting, progress, sum
 
 
 def verdict(groups: Sequence[Group]) -> str:
-    """A sentence for each setting whose times can be compared; how far the runs are if they are under way."""
+    """Return one sentence per setting, or how far the runs are if none is finished."""
     runs = [r for g in groups for r in g.runs]
     if not all(r.finished for r in runs):
         return f"No verdict yet, because no run is finished: {progress(runs)}."
@@ -17,8 +17,10 @@ def verdict(groups: Sequence[Group]) -> str:
 
 
 def _sentence(groups: Sequence[Group]) -> str:
-    """The fastest of the methods whose metric is not worse than the baseline's, or the best of the others: its speed,
-    and its metric and validation loss, each judged against the seeds' noise."""
+    """Describe the fastest method whose metric is not worse than the baseline's, or the best one if all are worse.
+
+    Its metric and its validation loss are judged against the noise of the seeds.
+    """
     rows = {r["method"]: r for r in summary(groups)}
     base = rows[baseline(groups).label]
     others = [r for r in rows.values() if r is not base]
@@ -47,8 +49,11 @@ def _sentence(groups: Sequence[Group]) -> str:
 
 
 def judged(row: dict[str, Any], base: dict[str, Any], key: str, sign: int) -> str:
-    """`better`, `worse`, or `within noise`: no further from the baseline's mean than one standard deviation over seeds,
-    the larger of the two. One seed has no noise that could be known: only equal values are `equal`."""
+    """Return `better`, `worse` or `within noise`.
+
+    Within noise means no further from the baseline's mean than the larger standard deviation over seeds. The noise of
+    one seed is unknown, so that only equal values are `equal`.
+    """
     gain = sign * (row[f"{key}_mean"] - base[f"{key}_mean"])
     if min(row["seeds"], base["seeds"]) > 1 and abs(gain) <= max(row[f"{key}_std"], base[f"{key}_std"]):
         return "within noise"

@@ -1,4 +1,4 @@
-"""Spans, per-rank JSONL, Chrome/Perfetto export: one format for predicted and measured timelines."""
+"""Timelines: spans, one JSONL file per worker, Chrome trace export. Predicted and measured ones have one format."""
 
 from gossamer.trace.analysis import diff, stragglers, summarize
 from gossamer.trace.chrome import read_chrome, to_chrome, write_chrome

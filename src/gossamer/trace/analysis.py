@@ -1,4 +1,4 @@
-"""What a timeline says: where the time goes, who waited for whom, and how two timelines differ."""
+"""Analysis of timelines: where the time goes, which workers and links cause waits, and how two timelines differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gossamer.trace.span import COLORS, Span
 
 @dataclass(frozen=True)
 class Summary:
-    """Seconds a step and worker, by family (compute, communication, waiting), and the step time."""
+    """Seconds per step and worker, by kind of time (compute, communication, waiting), and the step time."""
 
     steps: int
     step_time: float
@@ -21,7 +21,7 @@ class Summary:
 
 
 def summarize(trace: Trace) -> Summary:
-    """Mean over the workers of each one's steps. Communication overlaps compute, so families do not add up."""
+    """Return means over all workers and steps. Communication overlaps compute, so the kinds do not add up."""
     seconds = dict.fromkeys(COLORS, 0.0)
     per_worker: dict[int, list[Span]] = defaultdict(list)
     for s in trace.spans:
@@ -43,21 +43,21 @@ def summarize(trace: Trace) -> Summary:
 
 
 @dataclass(frozen=True)
-class Blame:
-    """Waiting that one worker or one link caused: seconds in all, and as a share of all workers' time."""
+class WaitCause:
+    """Waiting that one worker or one link caused: total seconds, and their share of all workers' time."""
 
     cause: str
     seconds: float
     share: float
     waits: int
-    mostly: str  # who waited most for it
+    mostly: str  # the worker that waited most for it
 
 
-def stragglers(trace: Trace) -> list[Blame]:
-    """Who waited for whom, dearest first.
+def stragglers(trace: Trace) -> list[WaitCause]:
+    """Return the causes of waiting, the most expensive one first.
 
-    A wait for a peer is that peer's fault until the peer has launched the same exchange (same round and bucket); what
-    remains is the link's, named by the two nodes it joins.
+    A wait for a peer counts for that peer until the peer has launched the same exchange (same round and bucket); the
+    rest counts for the link, which is named by its two nodes.
     """
     launched: dict[tuple[int, Any, Any], float] = {}
     for s in trace.spans:
@@ -89,7 +89,7 @@ def stragglers(trace: Trace) -> list[Blame]:
     total = summarize(trace)
     time = total.step_time * total.steps * trace.workers
     made = [
-        Blame(
+        WaitCause(
             cause,
             seconds,
             seconds / time if time else 0.0,
@@ -107,8 +107,8 @@ def _link(ends: str) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of a comparison: seconds a step in both timelines, and the error of the prediction."""
+class DiffRow:
+    """One line of a comparison: seconds per step in both timelines, and the error of the prediction."""
 
     what: str
     predicted: float
@@ -116,17 +116,17 @@ class Row:
 
     @property
     def error(self) -> float:
-        """How far the prediction is off, relative to the measurement."""
+        """The relative error of the prediction."""
         return self.predicted / self.measured - 1 if self.measured else float("nan")
 
 
-def diff(predicted: Trace, measured: Trace) -> list[Row]:
-    """Step time and seconds by family, predicted beside measured."""
+def diff(predicted: Trace, measured: Trace) -> list[DiffRow]:
+    """Compare step time and seconds by kind of time."""
     if predicted.workers != measured.workers:
         raise InputError(
             f"the predicted trace has {predicted.workers} workers, the measured one {measured.workers}; "
             "compare timelines of the same layout"
         )
     a, b = summarize(predicted), summarize(measured)
-    rows = [Row("step time", a.step_time, b.step_time)]
-    return rows + [Row(f, a.seconds[f], b.seconds[f]) for f in COLORS]
+    rows = [DiffRow("step time", a.step_time, b.step_time)]
+    return rows + [DiffRow(f, a.seconds[f], b.seconds[f]) for f in COLORS]

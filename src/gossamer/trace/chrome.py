@@ -1,8 +1,8 @@
-"""Chrome trace JSON, as torch.profiler writes it and Perfetto (ui.perfetto.dev) and chrome://tracing open it.
+"""Chrome trace JSON, the format of torch.profiler, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A process is a node, a thread is a worker, both counted from 1, because Perfetto takes number 0 for the idle thread. A
-worker's exchanges overlap its compute, and slices of one thread must nest, so each bucket's exchanges have a thread of
-their own below their worker's.
+A process is a node and a thread is a worker, both counted from 1, because Perfetto treats number 0 as the idle thread.
+The exchanges of a worker overlap its compute, but slices of one thread must nest, so the exchanges of each bucket have
+a thread of their own below that of the worker.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from gossamer.errors import InputError
 from gossamer.trace.log import MOST_WORKERS, Trace
 from gossamer.trace.span import CATEGORIES, FAMILIES, Span, real, whole
 
-MOST_BYTES = 1 << 29  # of an unpacked file: a small one can be packed from a huge one
+MOST_BYTES = 1 << 29  # of an unpacked file, which can be much larger than the packed one
 EXCHANGE_ROWS = 100_000  # thread ids of exchange rows: EXCHANGE_ROWS * (bucket + 1) + worker + 1
-# chrome://tracing's own color names, nearest to blue, grey, red
+# the color names of chrome://tracing that are nearest to blue, gray and red
 CHROME_COLORS = {"compute": "rail_response", "communication": "grey", "waiting": "terrible"}
 
 
 def to_chrome(trace: Trace) -> dict[str, Any]:
-    """The trace as a JSON object; times in microseconds."""
+    """Return the trace as a JSON object; times are in microseconds."""
     events: list[dict[str, Any]] = []
     rows: dict[tuple[int, int], str] = {}
     for node in sorted(set(trace.node)):
@@ -47,7 +47,7 @@ def to_chrome(trace: Trace) -> dict[str, Any]:
                 "pid": pid,
                 "tid": tid,
                 "ts": begin,
-                "dur": round(end - begin, 3),  # not of the seconds: neighbors would overlap by a rounding
+                "dur": round(end - begin, 3),  # of rounded times, so that neighbors do not overlap
                 "cname": CHROME_COLORS[FAMILIES[s.category]],
                 "args": {"worker": s.worker, **s.attrs},
             }
@@ -66,7 +66,7 @@ def to_chrome(trace: Trace) -> dict[str, Any]:
 
 
 def write_chrome(trace: Trace, path: str | Path) -> Path:
-    """Write the trace; a name that ends in .gz is compressed (Perfetto opens both)."""
+    """Write the trace; a file whose name ends in .gz is compressed (Perfetto opens both)."""
     path = Path(path)
     data = json.dumps(to_chrome(trace), separators=(",", ":")).encode()
     try:
@@ -78,7 +78,7 @@ def write_chrome(trace: Trace, path: str | Path) -> Path:
 
 
 def read_chrome(path: str | Path) -> Trace:
-    """Read a trace that `write_chrome` wrote, or any Chrome trace whose events have our categories."""
+    """Read a trace of `write_chrome`, or any Chrome trace whose events have Gossamer's categories."""
     path = Path(path)
     data = _load(path)
     events = data.get("traceEvents") if isinstance(data, dict) else data
@@ -101,7 +101,7 @@ def read_chrome(path: str | Path) -> Trace:
             raise InputError(f"event {number} of {path} {what}; record the trace again") from None
         spans.append(span)
     if not spans:
-        raise InputError(f"{path} has no span of a category Gossamer knows ({', '.join(CATEGORIES)})")
+        raise InputError(f"{path} has no span of a category that Gossamer knows ({', '.join(CATEGORIES)})")
     node = _nodes(path, said.get("node"), node_of)
     missing = sorted(set(range(len(node))) - set(node_of))
     if missing:
@@ -112,7 +112,7 @@ def read_chrome(path: str | Path) -> Trace:
     strangers = [s for s in spans if max(s.worker, s.attrs.get("peer") or 0) >= len(node)]
     if strangers:
         who = max(strangers[0].worker, strangers[0].attrs.get("peer") or 0)
-        raise InputError(f"{path} speaks of worker {who} but has {len(node)} workers; record the trace again")
+        raise InputError(f"{path} mentions worker {who} but has {len(node)} workers; record the trace again")
     spans.sort(key=lambda s: (s.start, s.worker))
     return Trace(tuple(spans), node, str(said.get("label") or path.stem)[:200])
 
@@ -137,7 +137,7 @@ def _load(path: Path) -> Any:
 
 
 def _nodes(path: Path, said: Any, node_of: dict[int, int]) -> tuple[int, ...]:
-    """The node of every worker: as our own files say, or processes in order."""
+    """Return the node of every worker: from Gossamer's own entry if there is one, else from the processes."""
     if said is None:
         number = {pid: m for m, pid in enumerate(sorted(set(node_of.values())))}
         return tuple(number.get(node_of.get(w, -1), 0) for w in range(max(node_of) + 1))

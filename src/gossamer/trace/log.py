@@ -1,8 +1,8 @@
-"""Per-rank trace files while a run goes on, and merging them afterwards.
+"""Trace files that workers write during a run, and merging them afterwards.
 
-A file `trace-00003.jsonl` starts with a header line and then has one span a line, appended and never rewritten, so
-that a killed worker loses at most its last, torn line. Times are seconds since the writer's `origin`, a wall-clock
-time; `merge` puts all workers on the clock of the earliest origin.
+A file such as `trace-00003.jsonl` has a header line and then one span per line. Lines are appended and never rewritten,
+so that a killed worker loses at most its last, torn line. Times are seconds since the writer's `origin`, a wall-clock
+time; `merge` converts the times of all workers to the clock of the earliest origin.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PATTERN = "trace-*.jsonl"
 
 
 @dataclass(frozen=True)
-class Header:
+class TraceHeader:
     """The first line of a file. `node[i]` is the node of worker i; `offset` corrects this worker's clock."""
 
     worker: int
@@ -37,7 +37,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Trace:
-    """A whole timeline: spans of all workers on one clock, and which node each worker lives on."""
+    """A complete timeline: the spans of all workers on one clock, and the node of each worker."""
 
     spans: tuple[Span, ...]
     node: tuple[int, ...]
@@ -49,9 +49,9 @@ class Trace:
 
 
 class TraceWriter:
-    """Appends the spans of one worker to its file. Any thread may record; nothing is written until `flush`.
+    """Appends the spans of one worker to its file. Any thread may call `record`; `flush` writes.
 
-    `clock` must tick in seconds (`time.perf_counter`); `origin` is the wall-clock time of its zero for this run.
+    `clock` must count seconds, as `time.perf_counter` does. Times are relative to the moment the writer is made.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class TraceWriter:
         self._file.flush()
 
     def now(self) -> float:
-        """Seconds since this writer's origin."""
+        """Return the seconds since the writer was made."""
         return self._clock() - self._zero
 
     def record(self, category: str, start: float, end: float, **attrs: Any) -> None:
-        """Keep one span; `start` and `end` come from `now()`."""
+        """Record one span; `start` and `end` come from `now()`."""
         with self._lock:
             self._pending.append((category, start, end, attrs))
             full = len(self._pending) >= self._flush_every
@@ -96,7 +96,7 @@ class TraceWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was recorded so far."""
+        """Write all recorded spans to the file."""
         with self._lock:
             pending, self._pending = self._pending, []
             lines = [
@@ -107,7 +107,7 @@ class TraceWriter:
                 self._file.flush()
 
     def close(self) -> None:
-        """Write the rest and close the file; may be called twice."""
+        """Write the remaining spans and close the file; may be called twice."""
         if not self._file.closed:
             self.flush()
             self._file.close()
@@ -119,8 +119,8 @@ class TraceWriter:
         self.close()
 
 
-def read(path: str | Path) -> tuple[Header, list[Span]]:
-    """One worker's file. A torn last line is left out; any other unreadable line is an error."""
+def read(path: str | Path) -> tuple[TraceHeader, list[Span]]:
+    """Read one worker's file. A torn last line is ignored; any other unreadable line is an error."""
     path = Path(path)
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -133,7 +133,7 @@ def read(path: str | Path) -> tuple[Header, list[Span]]:
                 f"{path} has trace format {head['gossamer_trace']!r:.40}, this version reads {FORMAT}; record it again"
             )
         node = tuple(whole(m, "node", MOST_WORKERS) for m in head["node"])
-        header = Header(
+        header = TraceHeader(
             whole(head["worker"], "worker", len(node) - 1),
             node,
             real(head["origin"]),
@@ -155,7 +155,7 @@ def read(path: str | Path) -> tuple[Header, list[Span]]:
             times = entry.pop("category"), header.worker, entry.pop("start"), entry.pop("end")
             spans.append(Span.checked(*times, entry, len(node)))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            if number == len(lines):  # no newline after it: the writer died in the middle of the line
+            if number == len(lines):  # no newline after it: the writer was killed while writing the line
                 break
             raise InputError(
                 f"line {number} of {path} is not a span; remove the line or record the trace again"
@@ -164,7 +164,7 @@ def read(path: str | Path) -> tuple[Header, list[Span]]:
 
 
 def merge(directory: str | Path) -> Trace:
-    """All workers' files of a run as one timeline on one clock that starts at 0."""
+    """Merge the files of all workers of a run into one timeline that starts at 0."""
     directory = Path(directory)
     if not directory.is_dir():
         raise InputError(f"{directory} is not a directory; pass the run's directory that holds {PATTERN}")

@@ -1,14 +1,14 @@
-"""The one Span type, for predicted and measured timelines alike."""
+"""`Span`, the element of predicted and measured timelines."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-# What a span's time was spent on. `compute` is forward + backward where they are not told apart.
+# What a span's time was spent on. `compute` is forward and backward together, where they are not recorded separately.
 CATEGORIES = ("compute", "forward", "backward", "step", "wait", "exchange")
 
-# The three kinds of time a reader cares about, and the color each has in every picture.
+# The three kinds of time, and the color of each in every picture.
 FAMILIES = {
     "compute": "compute",
     "forward": "compute",
@@ -20,18 +20,18 @@ FAMILIES = {
 COLORS = {"compute": "#3b73b9", "communication": "#a3a7ad", "waiting": "#d1342f"}
 
 MOST_STEPS = 1 << 40
-LATEST = 1e12  # seconds; what is later is no time
+LATEST = 1e12  # seconds; a larger number is not a time
 
 
 def real(value: Any) -> float:
-    """A finite number of seconds from a file."""
+    """Check that a value from a file is a finite number of seconds."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LATEST:
         raise ValueError(f"time {value!r:.40}")
     return float(value)
 
 
 def whole(value: Any, what: str, most: int) -> int:
-    """A whole number from 0 to `most` from a file."""
+    """Check that a value from a file is a whole number from 0 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
         raise ValueError(f"{what} {value!r:.40}, not from 0 to {most}")
     return value
@@ -41,8 +41,8 @@ def whole(value: Any, what: str, most: int) -> int:
 class Span:
     """One interval on one worker's timeline, in seconds since the run's common origin.
 
-    `attrs` carries what the category needs: `step`, `round`, `bucket`, `peer`, `bytes`, `wire`; a wait for the
-    network rather than for a worker has `link`, the nodes it joins ("0-1").
+    `attrs` has the details of the category: `step`, `round`, `bucket`, `peer`, `bytes`, `wire`. A wait for the network
+    instead of a worker has `link`, the two nodes of the link ("0-1").
     """
 
     category: str
@@ -53,7 +53,7 @@ class Span:
 
     @classmethod
     def checked(cls, category: Any, worker: Any, start: Any, end: Any, attrs: Any, workers: int) -> Span:
-        """A span from a file that anybody may have written; a ValueError says what is wrong with it."""
+        """Make a span from values of a file; a ValueError says which value is wrong."""
         if category not in CATEGORIES:
             raise ValueError(f"category {category!r:.40}")
         begin, stop = real(start), real(end)
