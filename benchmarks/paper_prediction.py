@@ -1,4 +1,4 @@
-"""How well the runtime model predicts a published figure that was not ours to run.
+"""How well the model predicts a published figure that we could not repeat.
 
 The strong-scaling figure of "From Promise to Practice: Realizing High-performance Decentralized Training" (ICLR 2025)
 gives iteration times of transformer-base training (25k tokens in all) on three clusters at three sizes. For each
@@ -7,13 +7,13 @@ fitted on two measurements of ONE column (all-reduce and AER at the middle size)
 
 Variants, each with all its errors:
 
-  two        two numbers; the compute time shrinks as 1/workers; one interface of the stated speed a node
+  two        two numbers; the compute time shrinks as 1/workers; one interface of the stated speed per node
   three      + a part of the compute time that does not shrink, fitted on a second column's all-reduce and AER
-  bonded     as `three`, with two such interfaces a node where the paper's own exp times need more than one carries
+  bonded     as `three`, with two such interfaces per node where the paper's exp times need more than one
 
-Given: 260 MB of fp32 parameters, Decent-DP's way of exchanging (one NCCL all-reduce a group), 2/3 of the compute is
-backward. Chosen with the whole figure in view, so the held-out cells are not blind: the jitter, the kind of all-reduce,
-the A100's path inside a node, two interfaces, which column and methods to fit. `OTHERS` reruns with other choices.
+Given: 260 MB of fp32 parameters, Decent-DP's exchange (one NCCL all-reduce per group), 2/3 of the compute is backward.
+Chosen with the whole figure in view, so that the held-out cells are not blind: the jitter, the kind of all-reduce, the
+A100's path inside a node, two interfaces, and which column and methods to fit. `OTHERS` repeats all with other choices.
 
 Run: python benchmarks/paper_prediction.py [DIRECTORY]
 """
@@ -35,7 +35,7 @@ from gossamer.topology import Layout
 
 METHODS = {"all-reduce": "ddp", "exp": "decent-dp:exp", "AER": "decent-dp:aer"}
 NODES = (2, 4, 8)
-MEASURED = {  # cluster: workers a node, Gb/s of an interface, [size][all-reduce, exp, AER] in ms
+MEASURED = {  # cluster: workers per node, Gb/s of an interface, [size][all-reduce, exp, AER] in ms
     "t4": (8, 100.0, [(372.5, 314.8, 312.3), (225.5, 178.8, 178.8), (167.3, 123.1, 122.2)]),
     "a100": (4, 100.0, [(73.0, 63.4, 61.7), (54.8, 46.8, 45.8), (51.5, 44.7, 43.7)]),
     "a40": (4, 25.0, [(166.1, 122.8, 122.0), (195.5, 97.4, 78.9), (188.5, 110.8, 67.9)]),

@@ -1,10 +1,10 @@
-"""Predictions from a probed cluster file against measurements in the lab, on settings never used for calibration.
+"""Predictions from a probed cluster against measurements in the lab, on settings that were not used for calibration.
 
     python benchmarks/predict_vs_lab.py --out benchmarks/records/predict-vs-lab
 
-For each link rate the lab's links are probed once, as `gossamer probe` does, and the step time of every method is
-predicted from that; then each is measured. Reported: every error, the median and the worst, and whether the order of
-the methods was right wherever two differ by more than 10 %.
+For each link rate the lab's links are probed once, as `gossamer probe` does; the step time of every method is predicted
+from that and then measured. The record has every error, the median and the worst one, and for every two methods that
+differ by more than 10 % whether their order was right.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from gossamer.lab.bench import BenchPlan, Setup, run_bench
 from gossamer.predict.cluster import cluster_from_probe
 from gossamer.predict.methods import parse
 from gossamer.predict.predict import predict
+from gossamer.report.plots.style import method_styles, new_figure, save
 from gossamer.report.record import environment, write_record
 
 RATES = ("50mbit", "150mbit", "600mbit")
@@ -114,20 +115,19 @@ def judge(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
 
 
 def scatter(rows: list[dict[str, Any]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 5), layout="constrained")
+    figure = new_figure(5, 5)
     axes = figure.subplots()
-    for method in METHODS:
+    for method, style in method_styles(METHODS).items():
         here = [r for r in rows if r["method"] == method]
-        axes.scatter([r["measured_ms"] for r in here], [r["predicted_ms"] for r in here], label=method, s=30)
+        x, y = [r["measured_ms"] for r in here], [r["predicted_ms"] for r in here]
+        axes.scatter(x, y, label=method, s=30, color=style.color, marker=style.marker)
     most = 1.1 * max(max(r["measured_ms"], r["predicted_ms"]) for r in rows)
     least = 0.9 * min(min(r["measured_ms"], r["predicted_ms"]) for r in rows)
     axes.plot([least, most], [least, most], color="0.6", linewidth=1, zorder=0)
     axes.fill_between([least, most], [0.9 * least, 0.9 * most], [1.1 * least, 1.1 * most], color="0.92", zorder=-1)
-    axes.set(xscale="log", yscale="log", xlabel="measured in the lab, ms a step", ylabel="predicted, ms a step")
+    axes.set(xscale="log", yscale="log", xlabel="measured in the lab (ms per step)", ylabel="predicted (ms per step)")
     axes.legend(title="band: ±10 %")
-    figure.savefig(path)
+    save(figure, path)
 
 
 if __name__ == "__main__":

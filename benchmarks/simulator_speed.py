@@ -1,4 +1,7 @@
-"""Seconds the simulator takes, and of the processor (the best of three): python benchmarks/simulator_speed.py"""
+"""Seconds that the simulator takes, wall time and processor time, best of three.
+
+Run: python benchmarks/simulator_speed.py
+"""
 
 from __future__ import annotations
 

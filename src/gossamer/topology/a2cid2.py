@@ -1,8 +1,8 @@
 """The constants of asynchronous gossip on a graph: χ1 and χ2, and A2CiD2's η and α̃.
 
-χ1 is the time that the slowest mode of the graph needs to decay, χ2 the largest effective resistance of an edge (both
-at one exchange per worker and time unit). A2CiD2 keeps a second copy x̃ of the parameters x: η is the rate at which x
-and x̃ are mixed, α̃ the weight with which an exchange changes x̃.
+χ1 is the time that the slowest mode of the graph needs to decay, χ2 half of the largest effective resistance of an edge
+(both at one exchange per worker and time unit). A2CiD2 keeps a second copy x̃ of the parameters x: η is the rate at
+which x and x̃ are mixed, α̃ the weight with which an exchange changes x̃.
 
 Nabli, Belilovsky, Oyallon, "A2CiD2: Accelerating Asynchronous Communication in Decentralized Deep Learning" (NeurIPS
 2023). With edge rates λ_ij = (1/deg_i + 1/deg_j) / 2 on the union graph of all rounds (1/deg where all degrees are
