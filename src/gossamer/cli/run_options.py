@@ -25,6 +25,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     ),
     "Optimization": (
         *("lr", "schedule", "warmup", "betas", "eps", "momentum", "weight_decay", "accumulate", "betas_per"),
+        "discount",
         *("micro_batches", "clip", "amp", "ema"),
     ),
     WORKERS: ("batched", "threads"),

@@ -37,6 +37,7 @@ FAMILIES: dict[str, Family] = {
     "ddp": Family("ddp", "adam", "torch's DDP with Adam: exact gradient averages, the baseline", "torch"),
     "dsgd": Family("awc", "sgd", "gossip while computing, SGD with momentum"),
     "dadam": Family("awc", "adam", "gossip while computing, Adam with local moments"),
+    "gossipadam": Family("awc", "gossipadam", "gossip while computing, Adam with the second moment of all replicas"),
     "accumadam": Family("awc", "accumadam", "gossip while computing, Adam with accumulated moments"),
     "ad-psgd": Family("ad-psgd", "sgd", "asynchronous pairwise gossip"),
     "a2cid2": Family("a2cid2", "sgd", "asynchronous pairwise gossip with continuous momentum"),

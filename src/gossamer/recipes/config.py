@@ -37,23 +37,25 @@ class RunConfig(BaseModel):
     """Train all workers in one process, on a simulated clock."""
 
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Peak learning rate. By default 2e-3 for Adam and AccumAdam, 0.05 for SGD."""
+    """Peak learning rate. By default 2e-3, for SGD 0.05."""
     schedule: Literal["constant", "cosine", "inverse-sqrt"] = "cosine"
     """Learning-rate schedule after the warm-up."""
     warmup: Whole | None = None
     """Steps of linear warm-up. By default a twentieth of all steps."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.98)
-    """Decay rates of Adam's and AccumAdam's moments, separated by a comma."""
+    """Decay rates of the moments of Adam, GossipAdam and AccumAdam, separated by a comma."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Adam's and AccumAdam's epsilon."""
+    """Epsilon of Adam, GossipAdam and AccumAdam."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Momentum of SGD."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Weight decay; decoupled (AdamW) for Adam and AccumAdam."""
+    """Weight decay; decoupled (AdamW) for Adam, GossipAdam and AccumAdam."""
     accumulate: Count = 4
     """AccumAdam's s: its moments are updated once every s steps."""
     betas_per: Literal["accumulation", "step"] = "step"
     """Apply AccumAdam's betas per accumulation (the paper), or keep their time constant in steps."""
+    discount: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    """GossipAdam: further discount of the noise. 1 takes the steps that Adam takes under all-reduce."""
     micro_batches: Count = 1
     """Batches whose gradients are averaged before each step."""
     clip: Annotated[float, Field(ge=0)] = 1.0

@@ -14,7 +14,7 @@ import gossamer
 from gossamer import InputError
 from gossamer.recipes.config import RunConfig
 
-DEFAULT_LR = {"adam": 2e-3, "accumadam": 2e-3, "sgd": 0.05}
+DEFAULT_LR = {"adam": 2e-3, "gossipadam": 2e-3, "accumadam": 2e-3, "sgd": 0.05}
 
 
 class Method(Protocol):
@@ -43,6 +43,9 @@ def make_optimizer(method: Method, parameters: Iterable[nn.Parameter], config: R
     settings: dict[str, Any] = {"lr": lr, "betas": config.betas, "eps": config.eps, "weight_decay": decay}
     if method.optimizer == "adam":
         return (torch.optim.AdamW if decay else torch.optim.Adam)(parameters, **settings)
+    if method.optimizer == "gossipadam":
+        corrected = gossamer.GossipAdamW if decay else gossamer.GossipAdam
+        return corrected(parameters, discount=config.discount, **settings)
     kind = gossamer.AccumAdamW if decay else gossamer.AccumAdam
     return kind(parameters, accumulate=config.accumulate, betas_per=config.betas_per, **settings)
 

@@ -102,6 +102,8 @@ def optimizer_of(name: str, parameters: Any, lr: float = 1e-3) -> torch.optim.Op
     """The optimizer of a method; all packages get the same one."""
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=lr, momentum=0.9, fused=True)
+    if name == "gossipadam":
+        return gossamer.GossipAdam(parameters, lr=lr)
     if name == "accumadam":
         return gossamer.AccumAdam(parameters, lr=lr, accumulate=4)
     return torch.optim.Adam(parameters, lr=lr, fused=True)
