@@ -35,8 +35,8 @@ from gossamer.comm import (
 from gossamer.engine.build import open_gossip, open_lanes, prepare
 from gossamer.engine.consistency import agree, describe
 from gossamer.engine.coordinator import StaticCoordinator
+from gossamer.engine.elastic.coordinator import ElasticCoordinator, rendezvous
 from gossamer.engine.elastic.gossip import ElasticGossip
-from gossamer.engine.elastic.job import ElasticJob, rendezvous
 from gossamer.engine.elastic.lane import ElasticLane
 from gossamer.engine.first_batch import watch_first_batch
 from gossamer.engine.flat import is_sharded
@@ -199,9 +199,14 @@ def _elastic(
         start.close()
         raise
     assert prepared is not None
-    job = ElasticJob(arrival, prepared, topology, broadcast=broadcast)
-    lanes = open_lanes(prepared, ElasticLane, job.transport, job, writer)
-    return ElasticGossip(prepared, lanes, job, writer)
+    coordinator = ElasticCoordinator(arrival, prepared, topology, broadcast=broadcast)
+    try:
+        lanes = open_lanes(prepared, ElasticLane, coordinator.transport, coordinator, writer)
+        return ElasticGossip(prepared, lanes, coordinator, writer)
+    except BaseException:
+        coordinator.close()
+        coordinator.transport.close()
+        raise
 
 
 @torch.no_grad()

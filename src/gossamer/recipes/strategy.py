@@ -148,10 +148,7 @@ class GossipStrategy(Strategy):
         return taken
 
     def newcomer(self) -> bool:
-        new = self.survives and bool(self.handle.newcomer)
-        if new:
-            self.handle.newcomer = False
-        return new
+        return self.survives and bool(self.handle.acknowledge_join())
 
     def skip_meeting(self) -> None:
         self.handle.skip_meeting()

@@ -8,20 +8,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gossamer.comm import Deadline, Job, PeerError
-from gossamer.comm.tcp import Unreachable
+from gossamer.comm import Job, PeerError
 from gossamer.engine.averages import Control
-from gossamer.engine.elastic.job import ElasticJob
+from gossamer.engine.elastic.coordinator import ElasticCoordinator
 from gossamer.engine.elastic.lane import ElasticLane
 from gossamer.engine.elastic.meeting import Meeting, meeting_stamp
-from gossamer.engine.elastic.state_transfer import Progress
 from gossamer.engine.gossip import Collective, Gossip
 from gossamer.engine.prepared import Prepared
 from gossamer.engine.protocol import Participation
-from gossamer.errors import GossamerError
 from gossamer.trace import TraceWriter
 
-POLL = 0.01  # seconds between checks of whether a neighbor has told its round
 CALLS = 1024  # small averages in one meeting, at most
 
 
@@ -38,18 +34,22 @@ class ElasticGossip(Gossip):
     elastic = True
 
     def __init__(
-        self, prepared: Prepared, lanes: Sequence[ElasticLane], job: ElasticJob, writer: TraceWriter | None = None
+        self,
+        prepared: Prepared,
+        lanes: Sequence[ElasticLane],
+        coordinator: ElasticCoordinator,
+        writer: TraceWriter | None = None,
     ):
-        self.members, self._meetings, self._transfer = job.members, job.meetings, job.transfer
-        self._soft = job.soft_deadline
-        self.joined = job.members.joining
-        self.newcomer = False  # it has a member's state, and has taken part in no meeting since
-        self._donor_meeting = -1  # the next meeting of the member whose state this worker has
-        super().__init__(prepared, lanes, job.transport, job, writer)
-        self.on_stop(job.close)
-        if job.donated is not None:
-            self._continue_from(job.donated)
-        lanes[0].on_step(self._between_steps)
+        self._job, self.members, self._meetings = coordinator, coordinator.members, coordinator.meetings
+        self.joined = coordinator.joined
+        super().__init__(prepared, lanes, coordinator.transport, coordinator, writer)
+        self.on_stop(coordinator.close)
+        coordinator.start(lanes)
+
+    @property
+    def newcomer(self) -> bool:
+        """Whether this worker joined, or joined again, after its last collective call."""
+        return self._job.newcomer
 
     @property
     def met(self) -> Meeting | None:
@@ -103,9 +103,13 @@ class ElasticGossip(Gossip):
     def skip_meeting(self) -> None:
         """Skip the meeting that this worker's donor was about to attend; the others do not wait for this worker there.
 
-        For a worker that joined, or came back, at a step after which all workers meet: it has missed that meeting.
+        For a worker that joined, or joined again, at a step after which all workers meet: it has missed that meeting.
         """
-        self._meetings.skip_to(self._donor_meeting + 1, absent_from=self._donor_meeting)
+        self._job.skip_meeting()
+
+    def acknowledge_join(self) -> bool:
+        """Return `newcomer`, and set it to False."""
+        return self._job.acknowledge_join()
 
     def catch_up(self) -> None:
         """Set the step count to the largest in the last meeting: this worker had missed an earlier one."""
@@ -122,56 +126,6 @@ class ElasticGossip(Gossip):
                 self.members.leave()
             finally:
                 self._stop(drain=1.0)
-
-    # -- between steps -----------------------------------------------------------------------------------------
-
-    def _between_steps(self) -> None:
-        """Serve the state to workers that asked for it, and join again if the others continued without this worker."""
-        self._transfer.between_steps(self._progress)
-        if self.members.excluded:
-            self._join_again()
-
-    def _progress(self) -> Progress:
-        rounds, steps = [lane.k for lane in self.lanes], [lane.meter.steps for lane in self.lanes]
-        return Progress(rounds, steps, self._meetings.next, self._meetings.parked)
-
-    def _join_again(self) -> None:
-        """After this worker was stopped or cut off for too long: take a member's state, which is further, and join."""
-        if self._rank_is_taken():
-            return
-        try:
-            progress = self._transfer.fetch(self.members)
-            self.members.admit(progress.rounds)
-        except (PeerError, Unreachable, OSError):
-            return  # still cut off: train alone, and try again after the next step
-        self._continue_from(progress)
-
-    def _rank_is_taken(self) -> bool:
-        """Whether another process has joined with this worker's rank. Raise if that process is alive: two processes
-        of one rank would evict each other forever. If it is dead, the other members will drop it."""
-        members = self.members
-        other = members.record.members.get(members.rank)
-        if other is None or other.address == members.me.address:
-            return False
-        if members.links.is_alive(other.address, other.incarnation):
-            raise GossamerError(
-                f"another process ({other.host}:{other.port}) has joined the job as worker {members.rank}, so this one "
-                "ends; run one process per rank, and start a replacement only after the old process is gone"
-            )
-        return True
-
-    def _continue_from(self, progress: Progress) -> None:
-        self.newcomer, self._donor_meeting = True, progress.meetings
-        self._meetings.skip_to(progress.meetings)
-        if progress.parked and not self._meetings.parked:
-            self.skip_meeting()
-        deadline = Deadline(self._soft)
-        while len(self.members.record.members) > 1 and not self.members.furthest(0):
-            if not deadline.sleep(POLL):  # until a neighbor says which round the others are in by now
-                break
-        for lane, rounds, steps in zip(self.lanes, progress.rounds, progress.steps, strict=True):
-            lane.continue_from(max(rounds, self.members.furthest(lane.index)), steps)
-            lane.launch(combine=False)
 
     # -- collective calls --------------------------------------------------------------------------------------
 
@@ -209,7 +163,6 @@ class ElasticGossip(Gossip):
         super()._meet(call)
         meeting = self.met
         assert meeting is not None
-        self.newcomer = False
         self.control = Control(
             self.members.rank,
             meeting.layout,

@@ -10,55 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import cast
 
 import torch
 
-from gossamer.comm import Deadline, Exchange, Job, PeerError, Scratch, Stamp, clock, layout_of
-from gossamer.comm.tcp import Membership, Record, TcpChannel
-from gossamer.engine.elastic.meeting import Meeting, Meetings, meeting_stamp
+from gossamer.comm import Deadline, Exchange, Job, PeerError, Scratch, Stamp, clock
+from gossamer.comm.tcp import TcpChannel
+from gossamer.engine.elastic.coordinator import ElasticCoordinator
+from gossamer.engine.elastic.meeting import Meeting, meeting_stamp
 from gossamer.engine.lane import LaneParts
 from gossamer.engine.protocol import ScalesWithReplicas
 from gossamer.engine.synchronous import SyncLane
 from gossamer.topology import build
 from gossamer.topology.plan import Program
-from gossamer.topology.replan import replanned
-from gossamer.topology.schedule import Schedule
 
 LOOK = 0.05  # seconds between checks of a job
 SLACK = 8  # rounds that a peer may be ahead before this worker skips to its round
-
-
-class Plans:
-    """The schedule for the members of each epoch.
-
-    Args:
-        spec: The topology as the user gave it.
-        founding: The schedule for all workers.
-        description: Stands for everything that the workers agreed on at the start.
-    """
-
-    def __init__(self, spec: Any, founding: Schedule, description: bytes):
-        self._spec, self._founding, self.description = spec, founding, description
-        self._made: dict[tuple[tuple[int, ...], tuple[str, ...]], Schedule] = {}
-
-    def schedule(self, record: Record) -> Schedule:
-        ranks = record.ranks
-        nodes = tuple(record.members[r].node for r in ranks)
-        if (ranks, nodes) not in self._made:
-            topology = replanned(self._spec, self._founding.topology, ranks, layout_of(nodes))
-            self._made[ranks, nodes] = replace(self._founding, topology=topology, ranks=ranks)
-        return self._made[ranks, nodes]
-
-
-@runtime_checkable
-class ElasticMembers(Protocol):
-    """What a lane needs of its elastic job."""
-
-    members: Membership
-    plans: Plans
-    meetings: Meetings
-    soft_deadline: float
 
 
 class ElasticLane(SyncLane):
@@ -69,8 +36,8 @@ class ElasticLane(SyncLane):
     def __init__(self, parts: LaneParts):
         super().__init__(parts)
         job = parts.coordinator
-        assert isinstance(job, ElasticMembers)
-        self._members, self._plans, self._meetings = job.members, job.plans, job.meetings
+        assert isinstance(job, ElasticCoordinator)
+        self._job, self._members, self._plans, self._meetings = job, job.members, job.plans, job.meetings
         self._soft = job.soft_deadline
         self.epoch = 0  # of the members whose plan this lane follows
         self.lost = 0  # exchanges that were dropped
@@ -81,12 +48,7 @@ class ElasticLane(SyncLane):
         self._plan = bytes(8)
         self._deadline = Deadline(0.0)  # of the round in flight
         self._launched = clock()
-        self._after_step: list[Callable[[], None]] = []
         self._follow_members()
-
-    def on_step(self, call: Callable[[], None]) -> None:
-        """Call `call` after every step."""
-        self._after_step.append(call)
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
@@ -102,12 +64,8 @@ class ElasticLane(SyncLane):
 
     def stepped(self) -> None:
         super().stepped()
-        self.run_after_step()
-
-    def run_after_step(self) -> None:
-        """Run the calls of `on_step`: after a step, and while parked in a collective call."""
-        for call in self._after_step:
-            call()
+        if self.index == 0:
+            self._job.between_steps(cast("Sequence[ElasticLane]", self.siblings))
 
     def _jump(self, k: int) -> None:
         """Skip the rounds before `k`: nobody should wait for this worker in them."""

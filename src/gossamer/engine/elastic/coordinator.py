@@ -1,0 +1,182 @@
+"""One worker's part in an elastic job: how it starts, meets the other members, and joins again when it was dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gossamer.comm import Deadline, PeerError, layout_of
+from gossamer.comm.tcp import Arrival, Membership, Record, Rendezvous, TcpTransport, Unreachable, digest
+from gossamer.engine.coordinator import Coordinator
+from gossamer.engine.elastic.meeting import Attendee, Meetings
+from gossamer.engine.elastic.state_transfer import Progress, StateTransfer
+from gossamer.errors import GossamerError, InputError
+from gossamer.topology.replan import replanned
+from gossamer.topology.schedule import Schedule
+
+if TYPE_CHECKING:
+    from gossamer.engine.elastic.lane import ElasticLane
+    from gossamer.engine.lane import Lane
+    from gossamer.engine.prepared import Prepared
+
+POLL = 0.01  # seconds between checks of whether a neighbor has reported its round
+
+
+class Plans:
+    """The schedule for the members of each epoch.
+
+    Args:
+        spec: The topology as the user gave it.
+        founding: The schedule for all workers.
+        description: Stands for everything that the workers agreed on at the start.
+    """
+
+    def __init__(self, spec: Any, founding: Schedule, description: bytes):
+        self._spec, self._founding, self.description = spec, founding, description
+        self._made: dict[tuple[tuple[int, ...], tuple[str, ...]], Schedule] = {}
+
+    def schedule(self, record: Record) -> Schedule:
+        ranks = record.ranks
+        nodes = tuple(record.members[r].node for r in ranks)
+        if (ranks, nodes) not in self._made:
+            topology = replanned(self._spec, self._founding.topology, ranks, layout_of(nodes))
+            self._made[ranks, nodes] = replace(self._founding, topology=topology, ranks=ranks)
+        return self._made[ranks, nodes]
+
+
+def rendezvous(
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], rank: int, size: int, timeout: float
+) -> Rendezvous:
+    """Connect to the directory and open a port for the other workers."""
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        raise InputError("on_failure='continue' works on CPU only so far; use on_failure='raise' on other devices")
+    return Rendezvous(rank, size, 1 if isinstance(optimizer, Optimizer) else len(optimizer), timeout)
+
+
+class ElasticCoordinator(Coordinator):
+    """A worker that has founded or joined an elastic job, with the parameters from which it starts.
+
+    Args:
+        arrival: How this worker found the job.
+        prepared: The model, its optimizers and the settings.
+        spec: The topology as the user gave it.
+        broadcast: Whether founders start from the first worker's parameters and buffers.
+    """
+
+    def __init__(self, arrival: Arrival, prepared: Prepared, spec: Any, *, broadcast: bool):
+        settings = prepared.settings
+        assert settings.elastic is not None
+        self.soft_deadline = settings.elastic.soft
+        self.joined = arrival.joining
+        self.newcomer = False  # this worker has a member's state, and has taken part in no meeting since
+        self._donor_meeting = -1  # the next meeting of the member whose state this worker has
+        self.plans = Plans(spec, prepared.schedule, digest(arrival.foundation.description))
+        self._transfer = StateTransfer(prepared.model, prepared.optimizers, arrival.foundation.run, settings.timeout)
+        parameters = sum(p.numel() * max(8, p.element_size()) for p in prepared.model.parameters())
+        self.members = Membership(arrival, 2**20 + 2 * parameters, settings.elastic.hard, self._transfer.serve)
+        self.transport = TcpTransport(self.members, settings.timeout)
+        try:
+            self._donated: Progress | None = None  # the progress of the member whose state this worker has
+            if arrival.joining:
+                self._donated = self._transfer.fetch(self.members)
+                self.members.admit(self._donated.rounds)
+            elif broadcast:
+                self._donated = self._transfer.broadcast(self.members, arrival.record)
+            self.meetings = Meetings(self.members, settings.timeout, settings.elastic.hard)
+        except BaseException:
+            self.transport.close()
+            raise
+
+    def start(self, lanes: Sequence[ElasticLane]) -> None:
+        """Let the lanes of a worker that took a member's state continue where that member was."""
+        if self._donated is not None:
+            self._continue_from(self._donated, lanes)
+
+    # -- collective calls ----------------------------------------------------------------------------------------
+
+    def meet(self, lanes: Sequence[Lane], call: str) -> None:
+        """Bring all members that can come to one meeting; from then on exact averages are over them."""
+        elastic = cast("Sequence[ElasticLane]", lanes)
+
+        def here() -> Attendee:
+            me = self.members.me  # another one after this worker has joined again
+            rounds = [lane.k for lane in elastic]
+            return Attendee(self.members.rank, me.incarnation, me.node, rounds, elastic[0].meter.steps)
+
+        def while_parked() -> None:
+            for lane in elastic:
+                lane.relay()
+            self.between_steps(elastic)
+
+        meeting = self.meetings.gather(call, here, while_parked)
+        self.newcomer = False
+        for lane in elastic:
+            lane.convene(meeting)
+
+    def skip_meeting(self) -> None:
+        """Skip the meeting that this worker's donor was about to attend; the others do not wait for this worker."""
+        self.meetings.skip_to(self._donor_meeting + 1, absent_from=self._donor_meeting)
+
+    def acknowledge_join(self) -> bool:
+        """Return `newcomer`, and set it to False."""
+        newcomer, self.newcomer = self.newcomer, False
+        return newcomer
+
+    def close(self) -> None:
+        self._transfer.close()
+        self.meetings.close()
+
+    # -- between steps -------------------------------------------------------------------------------------------
+
+    def between_steps(self, lanes: Sequence[ElasticLane]) -> None:
+        """Serve the state to workers that asked for it, and join again if the others continued without this worker."""
+
+        def progress() -> Progress:
+            rounds, steps = [lane.k for lane in lanes], [lane.meter.steps for lane in lanes]
+            return Progress(rounds, steps, self.meetings.next, self.meetings.parked)
+
+        self._transfer.between_steps(progress)
+        if self.members.excluded:
+            self._join_again(lanes)
+
+    def _join_again(self, lanes: Sequence[ElasticLane]) -> None:
+        """After this worker was stopped or cut off for too long: take a member's state, which is further, and join."""
+        if self._rank_is_taken():
+            return
+        try:
+            progress = self._transfer.fetch(self.members)
+            self.members.admit(progress.rounds)
+        except (PeerError, Unreachable, OSError):
+            return  # still cut off: train alone, and try again after the next step
+        self._continue_from(progress, lanes)
+
+    def _rank_is_taken(self) -> bool:
+        """Whether another process has joined with this worker's rank. Raise if that process is alive: two processes
+        of one rank would evict each other forever. If it is dead, the other members will drop it."""
+        members = self.members
+        other = members.record.members.get(members.rank)
+        if other is None or other.address == members.me.address:
+            return False
+        if members.links.is_alive(other.address, other.incarnation):
+            raise GossamerError(
+                f"another process ({other.host}:{other.port}) has joined the job as worker {members.rank}, so this one "
+                "ends; run one process per rank, and start a replacement only after the old process is gone"
+            )
+        return True
+
+    def _continue_from(self, progress: Progress, lanes: Sequence[ElasticLane]) -> None:
+        self.newcomer, self._donor_meeting = True, progress.meetings
+        self.meetings.skip_to(progress.meetings)
+        if progress.parked and not self.meetings.parked:
+            self.skip_meeting()
+        deadline = Deadline(self.soft_deadline)
+        while len(self.members.record.members) > 1 and not self.members.furthest(0):
+            if not deadline.sleep(POLL):  # until a neighbor reports which round the others are in by now
+                break
+        for lane, rounds, steps in zip(lanes, progress.rounds, progress.steps, strict=True):
+            lane.continue_from(max(rounds, self.members.furthest(lane.index)), steps)
+            lane.launch(combine=False)
