@@ -39,10 +39,10 @@ def test_killed_rank_0_and_a_worker_that_left_are_replaced(tmp_path):
 @pytest.mark.slow
 def test_a_short_soak_is_flat(tmp_path, capsys):
     assert main(["chaos", "--nodes", "1", "--per-node", "4", "--faults", "0", "--seconds", "120", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["passed"]
-    assert told["memory"]["flat"]
-    assert len(told["memory"]["workers"]) == 4
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["passed"]
+    assert verdict["memory"]["flat"]
+    assert len(verdict["memory"]["workers"]) == 4
 
 
 @pytest.mark.slow
@@ -50,11 +50,11 @@ def test_the_command_prints_and_records_a_verdict(tmp_path, capsys):
     folder = tmp_path / "record"
     words = "chaos --nodes 2 --per-node 2 --seconds 40 --faults 3 --seed 2 --ddp --json --out"
     assert main([*words.split(), str(folder)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["hangs"], told["restarts"], told["not_rejoined"]) == (0, 0, 0)
-    assert told["leaks"] == {"processes": 0, "threads": 0, "file_descriptors": 0, "namespaces": 0}
-    assert len(told["faults"]) == 3
-    assert told["ddp"]["failed"] == 4
+    verdict = json.loads(capsys.readouterr().out)
+    assert (verdict["hangs"], verdict["restarts"], verdict["not_rejoined"]) == (0, 0, 0)
+    assert verdict["leaks"] == {"processes": 0, "threads": 0, "file_descriptors": 0, "namespaces": 0}
+    assert len(verdict["faults"]) == 3
+    assert verdict["ddp"]["failed"] == 4
     assert {p.name for p in Path(folder).iterdir()} == {"record.json", "README.md", "timeline.svg"}
 
 

@@ -111,7 +111,7 @@ def test_the_expected_time_is_runs_times_steps_at_their_limit():
 
 def test_the_timeout_of_a_worker_grows_with_the_run():
     def timeout(**plan):
-        made = bench._Bench(Setup(), BenchPlan(**plan), None, None)
+        made = bench._Bench(Setup(), BenchPlan(**plan), [], None, None)
         return made.method_run(parse("dadam:aer"), None).timeout
 
     step = 0.4 + 2 * 4e6 * 8 / 50e6

@@ -45,8 +45,8 @@ def test_a_slower_step_is_no_stall():
 def test_stalls_of_a_victim_are_not_counted():
     fault = Fault(10.0, "stop", (1,), 18.0)
     victim = log(1, [9.9, 18.1, 18.3])
-    survivor = log(0, [9.9, 11.0, 11.2, 18.3])
-    found = stalls(recorded([survivor, victim], fault), 0.5)
+    other = log(0, [9.9, 11.0, 11.2, 18.3])
+    found = stalls(recorded([other, victim], fault), 0.5)
     assert sorted(places(found)) == [(0, 9.9, 11.0), (0, 11.2, 18.3)]
 
 
@@ -67,8 +67,8 @@ def test_a_gap_that_ends_after_the_run_is_no_stall():
 
 def test_a_replacement_is_back_when_the_others_list_it():
     fault = Fault(10.0, "kill", (1,), 13.0)
-    survivor = log(0, [0.0, 10.1, 20.0], members=[(0, 1, [0, 1]), (10.2, 2, [0]), (14.5, 3, [0, 1])])
-    logs = [survivor, log(1, [0.0, 9.9]), log(1, [14.0, 14.2], generation=1)]
+    other = log(0, [0.0, 10.1, 20.0], members=[(0, 1, [0, 1]), (10.2, 2, [0]), (14.5, 3, [0, 1])])
+    logs = [other, log(1, [0.0, 9.9]), log(1, [14.0, 14.2], generation=1)]
     found = rejoins(recorded(logs, fault))
     assert [(r["worker"], r["kind"], r["back"]) for r in found] == [(1, "kill", 14.5)]
     assert found[0]["seconds"] == pytest.approx(1.5)
@@ -76,8 +76,8 @@ def test_a_replacement_is_back_when_the_others_list_it():
 
 def test_a_victim_that_is_never_listed_again_did_not_rejoin():
     fault = Fault(10.0, "cut", (1,), 13.0)
-    survivor = log(0, [0.0, 10.1, 30.0], members=[(0, 1, [0, 1]), (10.2, 2, [0])])
-    made = recorded([survivor, log(1, [0.0, 9.9, 14.0])], fault)
+    other = log(0, [0.0, 10.1, 30.0], members=[(0, 1, [0, 1]), (10.2, 2, [0])])
+    made = recorded([other, log(1, [0.0, 9.9, 14.0])], fault)
     assert back_at(made, made.faults[0], 1) is None
 
 
@@ -89,16 +89,16 @@ def test_a_victim_that_makes_no_step_did_not_rejoin():
 
 def test_a_later_drop_is_not_counted_for_this_fault():
     fault = Fault(10.0, "stop", (1,), 11.0)
-    survivor = log(0, [0.0, 30.0], members=[(0, 1, [0, 1]), (20.0, 2, [0]), (25.0, 3, [0, 1])])
-    made = recorded([survivor, log(1, [0.0, 11.1, 30.0])], fault)
+    other = log(0, [0.0, 30.0], members=[(0, 1, [0, 1]), (20.0, 2, [0]), (25.0, 3, [0, 1])])
+    made = recorded([other, log(1, [0.0, 11.1, 30.0])], fault)
     assert back_at(made, made.faults[0], 1) == pytest.approx(11.1)
     assert [(d["worker"], d["at"], d["epoch"]) for d in false_drops(made)] == [(1, 20.0, 2)]
 
 
 def test_dropping_a_victim_is_no_false_drop():
     fault = Fault(10.0, "stop", (1,), 18.0)
-    survivor = log(0, [0.0, 30.0], members=[(0, 1, [0, 1]), (15.0, 2, [0]), (18.5, 3, [0, 1])])
-    assert false_drops(recorded([survivor, log(1, [0.0, 18.1])], fault)) == []
+    other = log(0, [0.0, 30.0], members=[(0, 1, [0, 1]), (15.0, 2, [0]), (18.5, 3, [0, 1])])
+    assert false_drops(recorded([other, log(1, [0.0, 18.1])], fault)) == []
 
 
 def test_leaks_are_summed_without_negative_ones():
@@ -118,9 +118,9 @@ def test_leaks_are_summed_without_negative_ones():
 def test_memory_that_grows_is_not_flat(growth, descriptors, flat):
     made = log(0, [])
     made.census = [(BEGIN + k, int(100e6 + growth * k / 100), 20 + descriptors * k // 100, 5) for k in range(100)]
-    told = flatness(recorded([made]))
-    assert told["flat"] is flat
-    assert told["workers"][0]["rss_growth_mb"] == pytest.approx(0.74 * growth / 1e6, abs=0.01)
+    result = flatness(recorded([made]))
+    assert result["flat"] is flat
+    assert result["workers"][0]["rss_growth_mb"] == pytest.approx(0.74 * growth / 1e6, abs=0.01)
 
 
 def test_growth_while_warming_up_does_not_count():

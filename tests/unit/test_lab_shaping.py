@@ -114,7 +114,7 @@ def test_the_reason_why_namespaces_are_unavailable(monkeypatch, target, value, w
 def test_leftovers_are_those_of_dead_launchers(monkeypatch, tmp_path):
     mine = f"gsm-{os.getpid()}-{namespaces.start_time(os.getpid())}-0-n0"
     reused = f"gsm-{os.getpid()}-12-0-n0"  # the same pid, another process
-    for name in (mine, reused, "gsm-99999999-5-0-hub", "somebody-elses", "gsm-other"):
+    for name in (mine, reused, "gsm-99999999-5-0-hub", "other-namespace", "gsm-other"):
         (tmp_path / name).touch()
     monkeypatch.setattr(namespaces, "NETNS", tmp_path)
     assert namespaces.leftovers() == sorted([reused, "gsm-99999999-5-0-hub"])

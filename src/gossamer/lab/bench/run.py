@@ -88,9 +88,9 @@ class BenchPlan:
 
 
 class _Bench:
-    def __init__(self, setup: Setup, plan: BenchPlan, pool: WorkerPool, progress: Progress):
-        self.setup, self.plan, self.pool, self.progress = setup, plan, pool, progress
-        self.done = self.total = 0
+    def __init__(self, setup: Setup, plan: BenchPlan, methods: Sequence[Method], pool: WorkerPool, progress: Progress):
+        self.setup, self.plan, self.methods, self.pool, self.progress = setup, plan, methods, pool, progress
+        self.done, self.total = 0, sum(len(plan.runs(method, setup)) for method in methods)
         self.table = plan.table(setup)
         self.columns = tuple(tuple(map(float, column)) for column in self.table.T)
 
@@ -150,7 +150,8 @@ def run_bench(
     plan = plan or BenchPlan()
     refused = _refused(setup, methods)
     with setup.cluster() as cluster, cluster.pool() as pool:
-        results = _measure(_Bench(setup, plan, pool, progress), methods, refused)
+        bench = _Bench(setup, plan, [m for m in methods if m not in refused], pool, progress)
+        results = _measure(bench, methods, refused)
     note_drops(results, cluster.dropped)
     return _report(setup, plan, cluster, results)
 
@@ -186,25 +187,23 @@ def _refused(setup: Setup, methods: Sequence[Method]) -> dict[Method, str]:
 
 def _measure(bench: _Bench, methods: Sequence[Method], refused: dict[Method, str]) -> list[dict[str, Any]]:
     plan = bench.plan
-    measured = [m for m in methods if m not in refused]
-    bench.total = sum(len(plan.runs(m, bench.setup)) for m in measured)
     buckets: dict[Method, float | None] = {}
     sweeps: dict[Method, list[dict[str, Any]]] = {}
-    runs: dict[Method, list[list[dict[str, Any]]]] = {m: [] for m in measured}
+    runs: dict[Method, list[list[dict[str, Any]]]] = {m: [] for m in bench.methods}
     first_steps: dict[Method, list[int]] = {}  # by worker: the first measured step in the timeline
 
-    for method in measured:
+    for method in bench.methods:
         with _may_refuse(method, refused):
             buckets[method], sweeps[method] = bench.best_bucket(method)
     for repeat in range(plan.repeats):
-        for method in measured:
+        for method in bench.methods:
             if method not in refused:
                 with _may_refuse(method, refused):
                     runs[method].append(
                         bench.measure(f"repeat {repeat + 1}", bench.method_run(method, buckets[method]))
                     )
     if plan.trace is not None:
-        for method in measured:
+        for method in bench.methods:
             if method not in refused:
                 folder = str(trace_folder(plan.trace, method))
                 run = bench.method_run(method, buckets[method], steps=TRACE_STEPS, seconds=None, trace=folder)

@@ -148,9 +148,7 @@ def curve(answers: list[dict[str, Any]], window: int = 20) -> list[tuple[float, 
     """(seconds, loss) per step: the time of the slowest worker, and the mean loss over workers and `window` steps."""
     times = [max(a["times"][k] for a in answers) for k in range(len(answers[0]["times"]))]
     means = [sum(a["losses"][k] for a in answers) / len(answers) for k in range(len(times))]
-    return [
-        (times[k], sum(means[k - window + 1 : k + 1]) / window) for k in range(window - 1, len(times))
-    ]  # fmt: skip
+    return [(times[k], sum(means[k - window + 1 : k + 1]) / window) for k in range(window - 1, len(times))]
 
 
 def time_to(points: list[tuple[float, float]], target: float) -> float | None:

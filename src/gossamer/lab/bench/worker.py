@@ -27,9 +27,8 @@ from gossamer.lab.emulate import FORWARD, EmulatedModel
 from gossamer.predict.methods import Method
 from gossamer.trace import TraceWriter
 
-Watch = Callable[
-    [str, float, float, dict[str, Any]], None
-]  # called with category, start and end (perf_counter), attributes
+# Called with the category, start and end (perf_counter) and attributes of a span.
+Watch = Callable[[str, float, float, dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,9 @@ def optimizer_of(name: str, parameters: Any, lr: float = 1e-3) -> torch.optim.Op
         return gossamer.GossipAdam(parameters, lr=lr)
     if name == "accumadam":
         return gossamer.AccumAdam(parameters, lr=lr, accumulate=4)
+    if name == "gossipadam":
+        return gossamer.GossipAdam(parameters, lr=lr, fused=True)
+    assert name == "adam", name
     return torch.optim.Adam(parameters, lr=lr, fused=True)
 
 
@@ -145,9 +147,8 @@ def _decent_dp(run: MethodRun, model: EmulatedModel, watch: Watch | None) -> Ben
         topology=DECENT_DP[run.method.topology],
         bucket_size_in_mb=25 if run.bucket_mb is None else run.bucket_mb,  # MiB; fractions work
     )
-    return BenchTrainer(
-        wrapped, model, None, finish=wrapped.global_avg, watch=watch
-    )  # global_avg waits for exchanges in flight
+    # global_avg waits for exchanges in flight
+    return BenchTrainer(wrapped, model, None, finish=wrapped.global_avg, watch=watch)
 
 
 def work(rank: int, run: MethodRun) -> dict[str, Any]:
@@ -164,9 +165,7 @@ def work(rank: int, run: MethodRun) -> dict[str, Any]:
     barrier = _Barrier(size, run.timeout) if run.method.asynchronous else None
     if barrier is not None:
         barrier.step_until(training, "exchanging", training.exchanging)
-        model.step = (
-            run.warmup - 1
-        )  # all methods are measured with the same compute times, however long the warm-up was
+        model.step = run.warmup - 1  # all methods are measured with the same compute times, whatever their warm-up
     warmed = training.taken
     steps, deadline = _until(run, training, warm)
     before, begin = _readings(training), time.monotonic()

@@ -34,7 +34,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(spec: WorkerSpec, environ: Mapping[str, str], channel: Connection, output: Connection) -> NoReturn:
-    """Be worker `spec.rank`: `environ` replaces the environment of the fork server, prints go to `output`."""
+    """Run as worker `spec.rank` with the environment `environ`; what the process prints goes to `output`."""
     code = 1
     try:
         os.setpgid(0, 0)  # the worker is signaled together with the processes that it starts

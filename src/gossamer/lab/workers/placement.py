@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gossamer.errors import InputError
 
-MAX_WORKERS = 120  # a worker takes 5 file descriptors of the launcher, and 1024 is a common limit
+MAX_WORKERS = 120  # a worker takes 4 file descriptors of the launcher, and the limit is often 1024
 
 # Many workers share few cores, so each computes with one thread. RES_OPTIONS: a torch store looks up the name of
 # every client that connects, and a name server that does not answer must not delay a run.
@@ -79,7 +79,7 @@ _ports = itertools.cycle(range(29500, 32768))  # below the range that the kernel
 
 @contextlib.contextmanager
 def reserved_port(master: Node) -> Iterator[int]:
-    """A port of the master node for a rendezvous, which no other process is given until the context ends.
+    """A port of the master node for a rendezvous, which no other process gets until the context ends.
 
     On the host a socket stays bound to the port without listening: with SO_REUSEADDR a store can still listen on the
     port, but the kernel does not assign it to another process. In a namespace of the lab, counting is enough.

@@ -1,4 +1,4 @@
-"""Start worker processes quickly and run functions on them, with an end to every wait.
+"""Start worker processes quickly and run functions on them, with a time limit for every call.
 
     def hello(rank, text):
         torch.distributed.init_process_group("gloo")      # RANK, WORLD_SIZE, MASTER_ADDR, ... are set
@@ -31,10 +31,9 @@ from gossamer.lab.cpu import CpuMeter, RunStats
 from gossamer.lab.workers.placement import Node, check_per_node, reserved_port, worker_specs
 from gossamer.lab.workers.worker import Worker, WorkerFailed, pickle_call
 
-START_SECONDS = 120.0  # importing the main script on a loaded machine takes its time
-KILL_SECONDS = 10.0  # a process that outlives SIGKILL for longer hangs in the kernel
+START_SECONDS = 120.0  # every worker imports the main script first
+KILL_SECONDS = 10.0  # a process that is still there after this hangs in the kernel
 PRELOAD = ["gossamer.lab.workers.preload"]
-
 GUARD = '; its output is above, and a script must start workers below `if __name__ == "__main__":`'
 
 
@@ -159,7 +158,7 @@ class WorkerPool:
             return self._call_all(fn, call, limit)
         except WorkerFailed:
             raise
-        except BaseException:  # Ctrl-C above all
+        except BaseException:  # Ctrl-C, for example
             self.kill()
             raise
 
