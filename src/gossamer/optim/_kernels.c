@@ -1,4 +1,4 @@
-/* One pass over memory for a whole optimizer step on float32 tensors. Built on first use: see native.py. */
+/* One pass over memory for a whole optimizer step on float32 tensors. Built on first use: see _native.py. */
 
 #include <math.h>
 #include <pthread.h>
@@ -40,28 +40,33 @@ static void gossip_adam(Slot slot, const Scalars *k) {
     }
 }
 
-/* The moments of this step only: m and v themselves move after the last gradient of an accumulation. */
-#define ACCUM_ADAM(NAME, FINISH)                                                                                       \
-    static void NAME(Slot slot, const Scalars *k) {                                                                    \
-        float *restrict x = slot.x, *restrict m = slot.m, *restrict v = slot.v, *restrict s = slot.s;                  \
-        const float *restrict g = slot.g;                                                                              \
-        const Scalars c = *k;                                                                                          \
-        for (int64_t i = 0; i < slot.n; i++) {                                                                         \
-            const float gi = c.gradient * g[i] + c.l2 * x[i];                                                          \
-            const float mi = c.beta1 * m[i] + c.rate1 * gi;                                                             \
-            const float vi = c.beta2 * v[i] + c.rate2 * (gi * gi);                                                        \
-            x[i] = c.shrink * x[i] - c.step_size * mi / (sqrtf(c.high * vi) + c.eps);                                  \
-            FINISH                                                                                                     \
-        }                                                                                                              \
-    }
+enum { FIRST, MIDDLE, LAST };        /* gradient of an accumulation */
 
-ACCUM_ADAM(accum_adam_first, s[i] = gi;)
-ACCUM_ADAM(accum_adam_middle, s[i] += gi;)
-ACCUM_ADAM(accum_adam_last, {
-    const float mean = (s[i] + gi) * c.inverse_length;
-    m[i] = c.beta1 * m[i] + c.rate1 * mean;
-    v[i] = c.beta2 * v[i] + c.rate2 * (mean * mean);
-})
+/* mi and vi serve this step only: m and v themselves move after the last gradient. Inlined with a constant phase. */
+static inline void accum_adam(Slot slot, const Scalars *k, const int phase) {
+    float *restrict x = slot.x, *restrict m = slot.m, *restrict v = slot.v, *restrict s = slot.s;
+    const float *restrict g = slot.g;
+    const Scalars c = *k;
+    for (int64_t i = 0; i < slot.n; i++) {
+        const float gi = c.gradient * g[i] + c.l2 * x[i];
+        const float mi = c.beta1 * m[i] + c.rate1 * gi;
+        const float vi = c.beta2 * v[i] + c.rate2 * (gi * gi);
+        x[i] = c.shrink * x[i] - c.step_size * mi / (sqrtf(c.high * vi) + c.eps);
+        if (phase == FIRST) {
+            s[i] = gi;
+        } else if (phase == MIDDLE) {
+            s[i] += gi;
+        } else {
+            const float mean = (s[i] + gi) * c.inverse_length;
+            m[i] = c.beta1 * m[i] + c.rate1 * mean;
+            v[i] = c.beta2 * v[i] + c.rate2 * (mean * mean);
+        }
+    }
+}
+
+static void accum_adam_first(Slot slot, const Scalars *k) { accum_adam(slot, k, FIRST); }
+static void accum_adam_middle(Slot slot, const Scalars *k) { accum_adam(slot, k, MIDDLE); }
+static void accum_adam_last(Slot slot, const Scalars *k) { accum_adam(slot, k, LAST); }
 
 typedef struct {
     Kernel kernel;
@@ -114,7 +119,7 @@ void gossamer_gossip_adam(const Slot *slots, int64_t count, const Scalars *scala
     run(gossip_adam, slots, count, scalars, threads);
 }
 
-/* `phase`: 0 for the first gradient of an accumulation, 2 for the last, 1 between. */
 void gossamer_accum_adam(const Slot *slots, int64_t count, const Scalars *scalars, int64_t threads, int64_t phase) {
-    run(phase == 0 ? accum_adam_first : phase == 1 ? accum_adam_middle : accum_adam_last, slots, count, scalars, threads);
+    static const Kernel kernels[] = {accum_adam_first, accum_adam_middle, accum_adam_last};
+    run(kernels[phase], slots, count, scalars, threads);
 }
