@@ -11,7 +11,7 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium br
 
 
 def shown(page: Path, profile: Path) -> str:
-    """What the page's scripts have made of it."""
+    """Return the page as HTML after its scripts have run."""
     command = [
         str(CHROMIUM),
         "--headless",

@@ -65,14 +65,14 @@ def test_workers_are_in_their_boxes_and_apart(per_node: list[int]) -> None:
 @pytest.mark.parametrize(
     ("name", "layout", "panels"), [("aer", [4, 4, 4, 4], 4), ("ring", [1], 1), ("aer", [4, 4, 2], 12)]
 )
-def test_svg_has_a_panel_a_round(tmp_path: Path, name: str, layout: list[int], panels: int) -> None:
+def test_svg_has_one_panel_per_round(tmp_path: Path, name: str, layout: list[int], panels: int) -> None:
     path = tmp_path / "t.svg"
     draw_topology(build(name, Layout.of(layout)), path)
     groups = [g.get("id", "") for g in ElementTree.parse(path).iter(f"{SVG}g")]
     assert len([g for g in groups if re.fullmatch(r"axes_\d+", g)]) == panels
 
 
-def test_long_periods_are_cut_and_say_so(tmp_path: Path) -> None:
+def test_title_says_how_many_rounds_of_a_long_period_are_drawn(tmp_path: Path) -> None:
     rounds = [Round.uniform(4, [(k % 3, 3)]) for k in range(MAX_PANELS + 5)]
     title = draw_topology(Topology.of_rounds("long", Layout.flat(4), rounds), tmp_path / "t.svg")
     assert title == "long, 4 workers on one node: the first 16 of 21 rounds"

@@ -78,7 +78,9 @@ def test_matrices_up_to_64_workers(n: int, there: bool, capsys: pytest.CaptureFi
     assert ("matrix" in shown["rounds"][0]) is there
 
 
-def test_long_periods_are_cut_and_say_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_title_says_how_many_rounds_of_a_long_period_are_drawn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gossamer.cli.topology.LISTED_IN_JSON", 9 * 20)
     shown = _json(capsys, "topology show exp --n 9")
     assert (shown["period"], len(shown["rounds"]), shown["rounds_omitted"]) == (36, 20, 16)

@@ -134,7 +134,7 @@ def test_presets_rank_as_the_paper_measured(name):
         assert exp < ddp
 
 
-def test_resizing_drops_links_of_nodes_that_are_gone():
+def test_resizing_drops_links_of_missing_nodes():
     made = from_dict(GOOD).resized(Layout.of([4]))
     assert made.links.pairs == ()
     assert made.layout.n == 4

@@ -1,4 +1,4 @@
-"""The registry of methods: what is written, what it means, and what is said about mistakes."""
+"""The registry of methods: how methods are written, what they mean, and the errors for mistakes."""
 
 import pytest
 

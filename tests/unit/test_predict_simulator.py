@@ -93,7 +93,7 @@ def test_links_are_shared_equally():
 
 @pytest.mark.parametrize("columns", [2, 3, 8])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 10.0])
-def test_many_links_at_once_are_each_one_link(columns, spread):
+def test_sharing_many_links_equals_sharing_each_link(columns, spread):
     """The formulas over many rows agree with the event-by-event path that few rows take."""
     rng = np.random.default_rng(columns)
     arrival = rng.uniform(0, spread, (60, columns))
@@ -105,7 +105,7 @@ def test_many_links_at_once_are_each_one_link(columns, spread):
     assert share(arrival, work)[work > 0] == pytest.approx(alone[work > 0], rel=1e-12)
 
 
-def test_a_transfer_that_arrives_as_others_end_is_served():
+def test_transfer_that_arrives_when_others_end():
     """Arrivals one rounding apart, as exchanges behind one backlog have them."""
     arrival = np.array([[1.9963798760544715, 1.9998551131071385, 1.9998551134300588, 1.9963970160084075]])
     arrival = np.c_[arrival, arrival + 1e-16, [[1.9998551134300586, 1.9963770170848085]]]
@@ -175,7 +175,7 @@ def test_wire_scales_what_crosses_nodes():
     assert step("dadam:aer:int8", one) == pytest.approx((0.1 + 0.1 * (1 + 4 / 256)) / 2, rel=0.01)
 
 
-def test_staggered_buckets_even_the_load_out():
+def test_staggering_spreads_the_load():
     """With a bucket for every phase the links carry half the data every step: 0.2 s instead of 0.1 and 0.4 in turn."""
     assert step("dadam:aer", ExchangePolicy(buckets=4)) == pytest.approx(0.2, rel=0.02)
     assert step("dadam:aer", ExchangePolicy(buckets=4, stagger=False)) == pytest.approx(0.25, rel=0.02)
@@ -199,7 +199,7 @@ def test_every_atc_and_staleness():
         ExchangePolicy(every=0)
 
 
-def test_nothing_overlaps_the_update():
+def test_update_time_is_added_to_every_step():
     """10 MB/s, 4 MB: 0.6 s on the links in a complete round. 0.05 s of update come on top of whatever is longer."""
     one = ExchangePolicy(buckets=1, stagger=False)
     compute = {"seconds": 0.1, "update_seconds": 0.05}
@@ -216,7 +216,7 @@ def test_nothing_overlaps_the_update():
     assert predict("ddp", cluster(compute=compute), steps=20).compute_time == pytest.approx(0.15)
 
 
-def test_slow_pair_costs_only_those_who_use_it():
+def test_slow_pair_delays_only_workers_that_use_it():
     links = {"inter": {"bandwidth_gbps": 0.08}, "intra": {"bandwidth_gbps": 80}}
     slow = {**links, "pairs": [{"nodes": [0, 1], "bandwidth_gbps": 0.02}]}
     fast = {**links, "pairs": [{"nodes": [0, 1], "bandwidth_gbps": 0.8}]}
@@ -227,7 +227,7 @@ def test_slow_pair_costs_only_those_who_use_it():
     assert step("ddp", one, links=slow) == pytest.approx(4 * step("ddp", one) - 3 * 0.1, rel=0.1)
 
 
-def test_ddp_buckets_are_torchs():
+def test_ddp_buckets_as_in_torch():
     assert ddp_shares(cluster(model={"mb": 4})) == pytest.approx([2**20 / 4e6, 1 - 2**20 / 4e6])
     assert len(ddp_shares(cluster(model={"mb": 260}))) == 11
     assert ddp_shares(cluster(model={"mb": 0.5})) == pytest.approx([1.0])
@@ -250,7 +250,7 @@ def test_same_seed_same_times():
     assert first == again != other
 
 
-def test_spans_tile_every_workers_time():
+def test_spans_cover_the_time_of_every_worker():
     compute = {"seconds": 0.1, "jitter": "gaussian:0.2", "update_seconds": 0.01}
     setting = cluster(compute=compute, model={"mb": 4})
     for method in ("dadam:aer", "ddp", "dadam:ring-static"):
@@ -266,7 +266,7 @@ def test_spans_tile_every_workers_time():
         assert all(s.end >= s.start for s in spans)
 
 
-def test_exchange_is_priced_by_the_engines_messages():
+def test_exchange_cost_counts_the_messages_of_the_engine():
     """The simulator's bytes equal what the engine's programs send, message by message."""
     made = cluster()
     topology = build("aer", made.layout)

@@ -1,4 +1,4 @@
-"""From measurements to a cluster file: the tournament of pairs, odd links, compute times from three sources."""
+"""From measurements to a cluster file: order of the probes, links that differ, compute times from three sources."""
 
 import json
 from itertools import combinations
@@ -14,7 +14,7 @@ from gossamer.trace import TraceWriter
 
 
 @pytest.mark.parametrize("nodes", range(2, 12))
-def test_every_two_nodes_meet_once(nodes):
+def test_every_pair_of_nodes_is_probed_once(nodes):
     rounds = tournament(nodes)
     assert sorted(p for r in rounds for p in r) == sorted(combinations(range(nodes), 2))
     for pairs in rounds:
@@ -27,7 +27,7 @@ def link(a, b, rate, flow=None, latency=1e-4):
     return {"nodes": (a, b), "latency_s": latency, "flow_bytes_per_s": flow, "link_bytes_per_s": rate, "flows": 2}
 
 
-def test_odd_pairs_get_an_entry_of_their_own():
+def test_pairs_that_differ_get_their_own_entry():
     inter = [link(0, 1, 6.25e6), link(0, 2, 6.25e6), link(1, 2, 1.25e6)]
     links = {"per_node": (2, 2, 2), "inter": inter, "intra": [link(0, 0, 1e9)]}
     cluster = cluster_from_probe(links, {"seconds": 0.4}, 4.0)
@@ -39,14 +39,14 @@ def test_odd_pairs_get_an_entry_of_their_own():
     assert from_dict(tomllib.loads(to_toml(cluster))) == cluster
 
 
-def test_a_connection_below_the_link_is_kept_apart():
+def test_bandwidth_of_one_connection_is_recorded_if_less():
     links = {"per_node": (2, 1), "inter": [link(0, 1, 1e8, flow=5e7)], "intra": []}
     found = cluster_from_probe(links, {"seconds": 0.4}, 4.0)
     assert found.per_node == (2, 1)
     assert found.links.inter.flow_gbps == pytest.approx(0.4)
 
 
-def test_the_model_size_must_come_from_somewhere():
+def test_error_without_a_model_size():
     with pytest.raises(InputError, match="--model-mb"):
         cluster_from_probe({"per_node": (1,), "inter": [], "intra": []}, {"seconds": 1.0}, None)
 
@@ -95,7 +95,7 @@ def test_files_without_compute_times(tmp_path, content):
         read_compute(str(tmp_path / "missing.json"))
 
 
-def test_samples_are_thinned_not_cut(tmp_path):
+def test_samples_are_subsampled_evenly(tmp_path):
     path = tmp_path / "compute.json"
     path.write_text(json.dumps({"samples": [1.0] * 5000 + [3.0] * 5000}))
     said = read_compute(str(path))

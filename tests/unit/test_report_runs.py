@@ -84,7 +84,7 @@ def test_summary(compared):
     assert accum["seconds_to_baseline_loss"] == pytest.approx(2 / 2.1 * 2.0, rel=1e-3)
 
 
-def test_the_verdict_prefers_speed_among_the_good_ones(compared):
+def test_verdict_names_the_fastest_method_that_is_not_worse(compared):
     said = verdict(grouped(load_runs(compared)))
     assert said.startswith("accumadam:aer is 2.00 times as fast as ddp (simulated on a40, 2 nodes x 2 workers), and af")
     assert "its accuracy is within noise (0.895 ± 0.014 against 0.9 ± 0.014)" in said
@@ -93,7 +93,7 @@ def test_the_verdict_prefers_speed_among_the_good_ones(compared):
     assert said.count(".\n") == 0
 
 
-def test_the_verdict_on_a_worse_one_and_on_one_alone(tmp_path):
+def test_verdict_when_all_methods_are_worse_and_with_one_method(tmp_path):
     fake_run(tmp_path / "a", "ddp", 0, loss=1.0, accuracy=0.9, step_seconds=0.2)
     assert verdict(grouped(load_runs(tmp_path))).startswith("ddp reached accuracy 0.9 after 10 steps, 200 ms each")
     fake_run(tmp_path / "b", "dadam:ring", 0, loss=1.5, accuracy=0.5, step_seconds=0.4)
@@ -189,26 +189,26 @@ def said_of(folder, capsys, *more):
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_runs_under_way_do_not_count_beside_finished_ones(tmp_path, capsys):
+def test_unfinished_runs_are_left_out_if_any_run_is_finished(tmp_path, capsys):
     runs = tmp_path / "runs"
     fake_run(runs / "a", "ddp", 0, **MADE)
     fake_run(runs / "b", "dadam:ring", 0, **MADE | {"step_seconds": 0.2})
     fake_run(runs / "c", "dadam:ring", 1, **MADE | {"step_seconds": 0.1}, done=STEPS // 2)
     fake_run(runs / "d", "accumadam:aer", 0, **MADE | {"step_seconds": 0.1}, done=STEPS // 2)
     far = "(dadam:ring seed 1 at step 5 of 10, accumadam:aer seed 0 at step 5 of 10)"
-    told = f"Left out: 2 runs that are not finished {far}."
+    expected = f"Left out: 2 runs that are not finished {far}."
     page, table = tmp_path / "r.html", tmp_path / "r.md"
     said = said_of(runs, capsys, "--html", page, "--markdown", table)
     assert "dadam:ring is 2.00 times as fast as ddp" in said
     assert labels(runs) == [("ddp", 1), ("dadam:ring", 1)]
-    assert told in said
-    assert told in page.read_text()
-    assert told in table.read_text()
+    assert expected in said
+    assert expected in page.read_text()
+    assert expected in table.read_text()
     assert main(["report", str(runs), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["left_out"] == told
+    assert json.loads(capsys.readouterr().out)["left_out"] == expected
 
 
-def test_the_last_step_without_its_evaluation_is_not_the_end(tmp_path):
+def test_a_run_without_its_last_evaluation_is_unfinished(tmp_path):
     fake_run(tmp_path / "a", "ddp", 0, **MADE)
     fake_run(tmp_path / "b", "dadam:ring", 0, **MADE)
     metrics = tmp_path / "b" / "metrics-00000.jsonl"
@@ -218,23 +218,25 @@ def test_the_last_step_without_its_evaluation_is_not_the_end(tmp_path):
     assert found.left_out == "Left out: 1 run that is not finished (dadam:ring seed 0 at step 10 of 10)."
 
 
-def test_without_a_finished_run_there_is_no_verdict(tmp_path, capsys):
+def test_no_verdict_without_a_finished_run(tmp_path, capsys):
     runs = tmp_path / "runs"
     fake_run(runs / "a", "ddp", 0, **MADE, done=9)
     fake_run(runs / "b", "dadam:ring", 0, **MADE, done=5)
     fake_run(runs / "c", "dadam:ring", 1, **MADE, done=2)
-    told = "No verdict yet, because no run is finished: ddp seed 0 at step 9 of 10, dadam:ring seed 0 at step 5 of 10."
+    expected = (
+        "No verdict yet, because no run is finished: ddp seed 0 at step 9 of 10, dadam:ring seed 0 at step 5 of 10."
+    )
     page = tmp_path / "r.html"
     said = said_of(runs, capsys, "--html", page)
-    assert told in said
+    assert expected in said
     assert "Left out: 1 run that is not finished (dadam:ring seed 1 at step 2 of 10)." in said
-    assert told in page.read_text()
+    assert expected in page.read_text()
     assert {r["relative_time"] for r in summary(grouped(find_runs(runs).runs))} == {None}
     with pytest.raises(InputError, match=r"is finished \(ddp seed 0 at step 9 of 10, "):
         load_runs(runs)
 
 
-def test_speed_is_that_of_a_step_whatever_the_number_of_steps(tmp_path):
+def test_speed_compares_steps_not_runs(tmp_path):
     fake_run(tmp_path / "a", "ddp", 0, **MADE)
     fake_run(tmp_path / "b", "dadam:ring", 0, **MADE | {"step_seconds": 0.2}, done=5, steps=5)
     said = verdict(grouped(load_runs(tmp_path)))
@@ -242,7 +244,7 @@ def test_speed_is_that_of_a_step_whatever_the_number_of_steps(tmp_path):
     assert "and after 5 steps (against 10) its accuracy is worse" in said
 
 
-def test_rates_of_one_method_are_rows_of_their_own(tmp_path):
+def test_learning_rates_of_one_method_are_separate_rows(tmp_path):
     for seed in (0, 1):
         fake_run(tmp_path / f"a{seed}", "ddp", seed, **MADE, lr=0.001)
         fake_run(tmp_path / f"b{seed}", "dadam:ring", seed, **MADE, lr=0.002)  # as a sweep keeps one rate a method
@@ -251,7 +253,7 @@ def test_rates_of_one_method_are_rows_of_their_own(tmp_path):
     assert labels(tmp_path) == [("ddp", 2), ("dadam:ring lr=0.002", 2), ("dadam:ring lr=0.2", 1)]
 
 
-def test_the_same_run_twice_is_one_seed(tmp_path):
+def test_a_repeated_seed_counts_once(tmp_path):
     fake_run(tmp_path / "a", "ddp", 3, **MADE)
     fake_run(tmp_path / "b", "ddp", 3, **MADE)
     assert labels(tmp_path) == [("ddp", 1)]
@@ -273,7 +275,7 @@ def test_clusters_are_compared_each_with_its_own_baseline(tmp_path):
     assert said.count("times as fast") == 2
 
 
-def test_links_and_kinds_of_time_are_told_apart(tmp_path):
+def test_groups_differ_by_link_and_kind_of_time(tmp_path):
     fake_run(tmp_path / "a", "ddp", 0, **MADE, simulated=False)
     fake_run(tmp_path / "b", "ddp", 1, **MADE, simulated=False, link="20mbit")
     assert labels(tmp_path) == [("ddp", 1), ("ddp link=20mbit", 1)]
@@ -285,7 +287,7 @@ def test_links_and_kinds_of_time_are_told_apart(tmp_path):
     ]
 
 
-def test_all_reduce_is_the_baseline_whatever_its_wire(tmp_path):
+def test_all_reduce_is_the_baseline_with_any_wire(tmp_path):
     fake_run(tmp_path / "a", "accumadam:aer", 0, **MADE)
     fake_run(tmp_path / "b", "ddp:bf16", 0, **MADE)
     assert baseline(grouped(load_runs(tmp_path))).label == "ddp:bf16"
@@ -303,7 +305,21 @@ def test_diverged_runs_are_left_out(tmp_path, capsys):
     assert "nan" not in said
 
 
-def test_only_diverged_runs_are_one_sentence(tmp_path, capsys):
+def test_page_of_a_run_with_losses_that_are_not_numbers(tmp_path):
+    fake_run(tmp_path / "a", "ddp", 0, **MADE)
+    metrics = tmp_path / "a" / "metrics-00000.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()[:-1]]
+    rows[2]["loss"] = None  # a NaN in strict JSON
+    rows[5]["averaged"]["loss"] = None  # the first evaluation
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_html(tmp_path, tmp_path / "r.html").read_text()
+    charts = re.findall(r'<script type="application/json">(.*?)</script>', page)
+    first, *_, training, _ = [json.loads(chart)["lines"][0]["points"] for chart in charts]
+    assert first == [[10.0, 1.0]]
+    assert [x for x, _ in training] == [1, 2, 4, 5, 6, 7, 8, 9, 10]
+
+
+def test_error_if_every_run_diverged(tmp_path, capsys):
     fake_run(tmp_path / "a", "ddp", 0, **MADE | {"loss": math.inf})
     assert main(["report", str(tmp_path)]) == 2
     said = capsys.readouterr()
@@ -321,7 +337,7 @@ def test_only_diverged_runs_are_one_sentence(tmp_path, capsys):
         ('{"config": {}}', "lacks higher_is_better, lr, method"),
     ],
 )
-def test_a_damaged_configuration_is_one_sentence(tmp_path, capsys, content, why):
+def test_error_for_a_damaged_configuration(tmp_path, capsys, content, why):
     fake_run(tmp_path / "a", "ddp", 0, **MADE)
     (tmp_path / "a" / "config.json").write_text(content)
     assert main(["report", str(tmp_path)]) == 2
@@ -331,7 +347,7 @@ def test_a_damaged_configuration_is_one_sentence(tmp_path, capsys, content, why)
     assert said.count("\n") == 1
 
 
-def test_a_page_goes_on_without_what_is_damaged(tmp_path):
+def test_page_leaves_out_damaged_timelines_and_says_so(tmp_path):
     for name, method in (("a", "ddp"), ("b", "dadam:ring"), ("c", "dsgd:ring")):
         fake_run(tmp_path / name, method, 0, **MADE, simulated=False)
     (tmp_path / "a" / "trace").mkdir()
@@ -347,7 +363,7 @@ def test_a_page_goes_on_without_what_is_damaged(tmp_path):
     assert re.search("A learning-rate sweep, if there was one, is not shown: .*compare.json is damaged", page)
 
 
-def test_a_damaged_timeline_does_not_hide_the_others(tmp_path):
+def test_page_shows_timelines_beside_a_damaged_one(tmp_path):
     fake_run(tmp_path / "a", "ddp", 0, **MADE)
     fake_run(tmp_path / "b", "dadam:ring", 0, **MADE)
     (tmp_path / "a" / "predicted.json").write_text("{")

@@ -59,7 +59,7 @@ def test_a_long_mixing_schedule_that_ends_in_an_average_is_exact() -> None:
     assert analyze(from_matrix([slow] * 200)).mixing.exact_after is None
 
 
-def test_one_worker_needs_nothing() -> None:
+def test_one_worker_has_nothing_to_average() -> None:
     found = analyze(build("aer", Layout.flat(1))).to_dict()
     assert (found["exact_after"], found["contraction"], found["rounds_to_1e-3"]) == (0, 0.0, 0)
     assert (found["bytes_intra"], found["chi1"], found["eta"]) == (0.0, None, None)

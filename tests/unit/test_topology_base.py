@@ -1,4 +1,4 @@
-"""Base-(k+1) graphs are exact in finite time for every n, with at most k peers a round (arXiv 2305.11420)."""
+"""Base-(k+1) graphs are exact in finite time for every n, with at most k peers per round (arXiv 2305.11420)."""
 
 import numpy as np
 import pytest

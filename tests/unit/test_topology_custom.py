@@ -1,4 +1,4 @@
-"""Topologies from graphs, matrices and JSON; `resolve`; and what bad input says."""
+"""Topologies from graphs, matrices and JSON; `resolve`; and the errors for bad input."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_workers_are_the_sorted_nodes() -> None:
     assert from_graph(nx.grid_2d_graph(2, 2)).n == 4
 
 
-def test_asymmetric_matrix_survives_json(tmp_path: Path) -> None:
+def test_asymmetric_matrix_round_trips_through_json(tmp_path: Path) -> None:
     cycle = (np.eye(5) + np.roll(np.eye(5), 1, axis=1)) / 2
     to_json(from_matrix(cycle), tmp_path / "cycle.json")
     np.testing.assert_allclose(from_json(tmp_path / "cycle.json").matrix(0), cycle)
@@ -119,7 +119,7 @@ def test_missing_file_and_not_text(tmp_path: Path) -> None:
         from_json(tmp_path / "binary.json")
 
 
-def test_resolve_takes_everything() -> None:
+def test_resolve_accepts_every_form() -> None:
     layout = Layout.of([2, 2])
     assert resolve("base(k=3)", layout).name == "base(k=3)"
     assert resolve("exp", layout).name == "one-peer-exponential"

@@ -1,4 +1,4 @@
-"""One property suite over every registered topology and random layouts: registering one puts it through this."""
+"""One property suite over every registered topology and random layouts; a new topology is tested by registering it."""
 
 import math
 import pickle
@@ -82,7 +82,7 @@ def test_contraction_and_exactness_agree_with_simulation(name: str, layout: Layo
 
 @pytest.mark.parametrize("name", ["ring", "one-peer-exponential", "random-matching", "aer"])
 @pytest.mark.parametrize("n", [3, 5, 7, 9, 13])
-def test_odd_n_sits_out_fairly(name: str, n: int) -> None:
+def test_odd_n_workers_sit_out_equally_often(name: str, n: int) -> None:
     topology = build(name, Layout.of([1] * n))
     idle = [sum(len(r.group_of(w)) == 1 for r in topology.rounds) for w in range(n)]
     assert len(set(idle)) == 1

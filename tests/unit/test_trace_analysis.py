@@ -1,4 +1,4 @@
-"""What a timeline says: step time, stragglers, predicted against measured."""
+"""Analysis of timelines: step time, stragglers, predicted against measured."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_summary():
         summarize(Trace((Span("compute", 0, 0, 1),), (0,)))
 
 
-def test_stragglers_tell_workers_from_links():
+def test_stragglers_distinguish_workers_and_links():
     found = {b.cause: b for b in stragglers(two_workers(3.0, link=0.5))}
     assert found["worker 1"].seconds == pytest.approx(4 * 2.0)
     assert found["worker 1"].mostly == "worker 0"

@@ -1,4 +1,4 @@
-"""Per-rank files, merging them, and the Chrome format."""
+"""Trace files of workers, merging them, and the Chrome format."""
 
 import gzip
 import json
@@ -53,7 +53,7 @@ def test_now_is_the_injected_clock(tmp_path):
     writer.close()
 
 
-def test_threads_lose_nothing(tmp_path):
+def test_spans_of_many_threads_are_all_written(tmp_path):
     writer = TraceWriter(tmp_path, 0, (0,), flush_every=7)
 
     def work(bucket):
@@ -127,7 +127,7 @@ def spans():
     )
 
 
-def test_chrome_is_what_viewers_open():
+def test_chrome_format_that_viewers_expect():
     data = to_chrome(Trace(spans(), (0, 1), "mine"))
     assert data["distributedInfo"] == {"backend": "gossamer", "rank": 0, "world_size": 2}
     assert data["displayTimeUnit"] == "ms"
@@ -183,13 +183,13 @@ def check_trace_events(data):
 
 
 @pytest.mark.parametrize("method", ["ddp", "dadam:aer", "dadam:exp:int8", "dadam:ring-static", "ad-psgd:ring"])
-def test_predicted_traces_keep_the_rules(method):
+def test_predicted_traces_follow_the_format_rules(method):
     cluster = PRESETS["a40"].changed(compute={"update_seconds": 0.003})
     result = predict(method, cluster, steps=20, trace_steps=8)
     check_trace_events(to_chrome(predicted_trace(method, cluster, result)))
 
 
-def test_measured_traces_keep_the_rules(tmp_path):
+def test_measured_traces_follow_the_format_rules(tmp_path):
     for worker in range(3):
         record(tmp_path, worker)
     check_trace_events(to_chrome(merge(tmp_path)))

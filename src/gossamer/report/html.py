@@ -23,5 +23,5 @@ def page(title: str, parts: Iterable[str]) -> str:
 def live_figure(svg: str, data: Mapping[str, object], caption: str = "") -> str:
     """Return an SVG with the numbers behind it, from which the page's script makes hover texts and zoom."""
     head = f"<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
-    inside = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    inside = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
     return f'<figure class="live">{head}{svg}<script type="application/json">{inside}</script></figure>'

@@ -225,7 +225,7 @@ def load_run(folder: Path) -> Run:
     steps = []
     for _, rows in sorted(by_step.items()):
         merged = dict(rows[0])
-        merged["loss"] = statistics.fmean(r["loss"] for r in rows)
+        merged["loss"] = statistics.fmean(math.nan if r["loss"] is None else r["loss"] for r in rows)
         merged["units"] = sum(r["units"] for r in rows)
         merged["bytes"] = statistics.fmean(r["bytes"] for r in rows)
         steps.append(merged)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,7 +53,7 @@ def line_chart(lines: Mapping[str, Sequence[tuple[float, float, float]]], *, tit
     figure = new_figure(5.4, 3.1)
     axis = figure.subplots()
     styles = method_styles(list(lines))
-    means = [y for points in lines.values() for _, y, _ in points]
+    means = [y for points in lines.values() for _, y, _ in points if math.isfinite(y)]
     positive = [y for y in means if y > 0]
     logarithmic = bool(positive) and max(positive) > LOG_RANGE * min(positive) and min(means) >= 0
     hidden = []
@@ -77,16 +78,18 @@ def line_chart(lines: Mapping[str, Sequence[tuple[float, float, float]]], *, tit
     drawn = inline_svg(figure, title)
     data = {
         "kind": "lines",
-        "unit": "step" if unit == "step" else f"time ({unit})",
+        "unit": unit,
         "x": list(axis.get_xlim()),
         "box": axes_box(figure, axis),
-        "lines": [
-            {"label": label, "points": [[float(f"{x:.6g}"), float(f"{y:.6g}")] for x, y, _ in points]}
-            for label, points in lines.items()
-        ],
+        "lines": [{"label": label, "points": _rounded(points)} for label, points in lines.items()],
     }
     caption = title + (f" (logarithmic; {', '.join(hidden)} is 0)" if hidden else "")
     return live_figure(drawn, data, caption)
+
+
+def _rounded(points: Sequence[tuple[float, float, float]]) -> list[list[float]]:
+    """Return x and mean of the points whose mean is a finite number, which JSON can hold."""
+    return [[float(f"{x:.6g}"), float(f"{y:.6g}")] for x, y, _ in points if math.isfinite(y)]
 
 
 def legend(labels: Sequence[str]) -> str:

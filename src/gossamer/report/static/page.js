@@ -48,7 +48,8 @@ function lines(figure, svg, data) {
     const place = left + (x - data.x[0]) / (data.x[1] - data.x[0]) * (right - left);
     rule.setAttribute("x1", place);
     rule.setAttribute("x2", place);
-    show(event, rows.map(([label, px, py]) => `${label}: ${number(py)} at ${data.unit} ${number(px)}`).join("\n"));
+    const where = (px) => (data.unit === "step" ? `step ${number(px)}` : `${number(px)} ${data.unit}`);
+    show(event, rows.map(([label, px, py]) => `${label}: ${number(py)} at ${where(px)}`).join("\n"));
   });
 }
 
@@ -160,9 +161,9 @@ function rounds(grid) {
     for (const worker of workers) {
       worker.addEventListener("mouseenter", () => {
         if (!group(worker).startsWith("group")) return;
-        for (const other of workers) other.classList.toggle("off", group(other) !== group(worker));
+        for (const other of workers) other.classList.toggle("marked", group(other) === group(worker));
       });
-      worker.addEventListener("mouseleave", () => workers.forEach((other) => other.classList.remove("off")));
+      worker.addEventListener("mouseleave", () => workers.forEach((other) => other.classList.remove("marked")));
     }
   }
   update();
