@@ -9,7 +9,8 @@ import gossamer
 from elastic import Worker, finish, job
 from gossamer import Checkpoints, GossamerError, GossamerWarning
 from gossamer.checkpoint import files
-from gossamer.comm.tcp import DirectoryClient, Unreachable
+from gossamer.comm import PeerError
+from gossamer.comm.tcp import DirectoryClient, Record, Unreachable
 from gossamer.comm.tcp.frame import Kind
 from gossamer.comm.tcp.links import LinkTable
 from gossamer.engine.elastic.state_transfer import StateTransfer
@@ -28,6 +29,13 @@ def cut(monkeypatch):
 
     monkeypatch.setattr(DirectoryClient, "ask", perhaps)
     return cut
+
+
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def met(gossip):
@@ -133,6 +141,53 @@ def test_catch_up_sets_the_step_count_of_the_furthest_worker(monkeypatch):
 
     with job(monkeypatch, 2, topology="ring") as made:
         assert finish([made.start(0, 4, end), made.start(1, 9, end)]) == [9, 9]
+
+
+def test_different_collective_calls_raise_on_every_worker(monkeypatch):
+    def end(gossip):
+        call = gossip.consensus_distance if gossip.members.rank == 1 else lambda: met(gossip)
+        with pytest.raises(PeerError, match="different collective calls met") as caught:
+            call()
+        return str(caught.value), met(gossip)  # the next call is one meeting again
+
+    with job(monkeypatch, 3, topology="ring") as made:
+        results = finish(made.all(3, end))
+    assert [count for _, count in results] == [3, 3, 3]
+    assert "worker 0 is in averaged(), worker 1 is in consensus_distance()" in results[0][0]
+    assert "worker 1 is in consensus_distance(), worker 0 is in averaged()" in results[1][0]
+
+
+def test_a_worker_that_waits_in_vain_in_a_meeting_names_the_missing_ones(monkeypatch):
+    done = threading.Event()
+
+    def end(gossip):
+        if gossip.members.rank == 1:
+            done.wait(60)
+            return None
+        try:
+            with pytest.raises(PeerError, match=r"worker 0 waited . s for worker\(s\) 1 in averaged\(\) and gives up"):
+                met(gossip)
+        finally:
+            done.set()
+
+    with job(monkeypatch, 2, topology="ring", timeout=2.0) as made:
+        finish(made.all(3, end))
+
+
+def test_a_worker_that_is_dropped_while_it_waits_in_a_meeting_joins_again_and_takes_part(monkeypatch):
+    with job(monkeypatch, 3, topology="ring", soft_deadline=0.5, hard_deadline=20.0) as made:
+        workers = [made.start(rank, 10 if rank == 1 else 100_000, met, 0.02) for rank in range(3)]
+        workers[0].until(20)
+        members = workers[0].gossip.members
+        until(lambda: workers[1].gossip.coordinator.meetings.parked)
+        before, k = members.record, workers[0].gossip.lanes[0].k
+        dropped = Record(before.epoch + 1, {r: m for r, m in before.members.items() if r != 1}, [k + 2])
+        members.directory.ask(lambda store: store.set("record", dropped.text()))
+        until(lambda: members.record.epoch > dropped.epoch)  # it has joined again
+        assert members.record.members[1] != before.members[1]
+        for rank in (0, 2):
+            workers[rank].steps = 0  # come to the meeting now
+        assert finish(workers) == [3, 3, 3]
 
 
 class Meeting(Worker):

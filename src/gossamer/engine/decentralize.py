@@ -35,9 +35,7 @@ from gossamer.comm import (
 from gossamer.engine.build import open_gossip, open_lanes, prepare
 from gossamer.engine.consistency import agree, describe
 from gossamer.engine.coordinator import StaticCoordinator
-from gossamer.engine.elastic.coordinator import ElasticCoordinator, rendezvous
-from gossamer.engine.elastic.gossip import ElasticGossip
-from gossamer.engine.elastic.lane import ElasticLane
+from gossamer.engine.elastic import ElasticCoordinator, ElasticGossip, ElasticLane, rendezvous
 from gossamer.engine.first_batch import watch_first_batch
 from gossamer.engine.flat import is_sharded
 from gossamer.engine.gossip import Gossip

@@ -45,7 +45,11 @@ class Rendezvous:
 
     def share(self, name: str, text: str) -> list[str]:
         """Return the latest text of all workers for `name`, by rank; of a dead worker, the one it left."""
-        texts = self.directory.share(name, self.rank, self.size, text, self.timeout)
+        try:
+            texts = self.directory.share(name, self.rank, self.size, text, self.timeout)
+        except BaseException:
+            self.close()
+            raise
         assert texts is not None
         self._shared |= {f"{name}/{rank}": text for rank, text in enumerate(texts)}
         return texts

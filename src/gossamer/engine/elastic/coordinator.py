@@ -105,7 +105,7 @@ class ElasticCoordinator(Coordinator):
         def here() -> Attendee:
             me = self.members.me  # another one after this worker has joined again
             rounds = [lane.k for lane in elastic]
-            return Attendee(self.members.rank, me.incarnation, me.node, rounds, elastic[0].meter.steps)
+            return Attendee(self.members.rank, me.incarnation, me.node, rounds, elastic[0].meter.steps, call)
 
         def while_parked() -> None:
             for lane in elastic:

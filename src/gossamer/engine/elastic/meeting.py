@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from gossamer.comm import Deadline, PeerError, Stamp, Store, layout_of
+from gossamer.comm import Deadline, PeerWait, Stamp, Store, layout_of
+from gossamer.comm.round_barrier import COLLECTIVE, DifferentCalls
 from gossamer.comm.tcp import Membership, Record, Unreachable, look
 from gossamer.errors import GossamerError, GossamerWarning
 from gossamer.topology import Layout
@@ -40,6 +41,7 @@ class Attendee(NamedTuple):
     node: str
     rounds: list[int]  # of each lane
     steps: int
+    call: str  # the collective call that it made
 
 
 @dataclass(frozen=True)
@@ -234,14 +236,15 @@ class Meetings:
         return self.last
 
     def _gather(self, call: str, here: Callable[[], Attendee], meanwhile: Callable[[], None]) -> Meeting:
-        deadline = Deadline(self._timeout)
+        wait = PeerWait(self._members.rank, self._timeout)
         directory_deadline: Deadline | None = None  # while the directory does not answer
+        missing: list[int] = []
         self._attendance.restart()
         while True:
             record = self._members.record
             decided = None
             try:
-                decided = self._members.directory.ask(partial(self._look_around, record, here()))
+                decided, missing = self._members.directory.ask(partial(self._look_around, record, here()))
                 directory_deadline = None
             except Unreachable:
                 self._attendance.restart()
@@ -250,37 +253,47 @@ class Meetings:
                     return self._alone(call, here())
             if decided is not None:
                 if self._members.me.incarnation in {a.incarnation for a in decided.came}:
+                    self._check_calls(call, decided.came)
                     return Meeting.of(self.next, decided.epoch, decided.came)
                 self.next += 1  # that meeting took place without this worker
                 continue
             meanwhile()
-            if not deadline.sleep(POLL):
-                raise PeerError(
-                    f"worker {self._members.rank} is in {call} with members {list(record.ranks)}, and not all of them "
-                    f"called it within {self._timeout:g} s; call it on every worker"
-                )
+            wait.check(lambda: f"worker(s) {', '.join(map(str, missing))} in {call}", COLLECTIVE)  # noqa: B023
+            time.sleep(POLL)
 
-    def _look_around(self, record: Record, here: Attendee, store: Store) -> _Decided | None:
-        """Post this worker's attendance; return who takes part once every member that can come has posted."""
+    def _check_calls(self, call: str, came: list[Attendee]) -> None:
+        """Raise, on every participant, if the participants made different calls."""
+        other = next((a for a in came if a.call != call), None)
+        if other is not None:
+            self.next += 1
+            raise DifferentCalls(
+                f"different collective calls met: worker {self._members.rank} is in {call}, worker {other.rank} is in "
+                f"{other.call}. Every worker must make the same collective calls in the same order"
+            )
+
+    def _look_around(self, record: Record, here: Attendee, store: Store) -> tuple[_Decided | None, list[int]]:
+        """Post this worker's attendance. Return who takes part, once every member that can come has posted, and the
+        ranks that are missing."""
         name = f"meeting/{self.next}"
         decided = look(store, name)
         if not decided:
             store.set(f"{name}/{self._members.rank}", json.dumps(here))
             others = {r: m.incarnation for r, m in record.members.items() if r != self._members.rank}
             away = self._attendance.absent(store, others, self.next if self._first is None else self._first)
-            came = []
+            came, missing = [], []
             for rank, member in record.members.items():
                 if rank in away:
                     continue
                 posted = look(store, f"{name}/{rank}")
-                if not posted or Attendee(*json.loads(posted)).incarnation != member.incarnation:
-                    return None
-                came.append(json.loads(posted))
-            if not came:
-                return None
+                if posted and Attendee(*json.loads(posted)).incarnation == member.incarnation:
+                    came.append(json.loads(posted))
+                else:
+                    missing.append(rank)
+            if missing or not came:
+                return None, missing
             decided = store.compare_set(name, "", json.dumps([record.epoch, sorted(came)])).decode()
         epoch, attendees = json.loads(decided)
-        return _Decided(epoch, [Attendee(*a) for a in attendees])
+        return _Decided(epoch, [Attendee(*a) for a in attendees]), []
 
     def _alone(self, call: str, here: Attendee) -> Meeting:
         warnings.warn(
