@@ -1,7 +1,7 @@
 """Virtual runs for the quality records: one JSON file a run, so that a study that was stopped goes on where it was.
 
-Everything is the recipes' own: crew, loop, gradients, optimizers, gossip. `Flat` only packs a model's parameters into
-one tensor, because sixteen optimizers over forty small tensors each cost more than the gradients do on one core.
+Everything is the recipes' own: strategy, loop, gradients, optimizers, gossip. `Flat` only packs a model's parameters
+into one tensor, because sixteen optimizers over forty small tensors each cost more than the gradients do on one core.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     method, task = parse(config.method), task_of(config)
     clock, _ = simulated(method, config, described_cluster("a40", config.per_node))
     began = time.process_time()
-    crew = make_strategy(config, task, method, file.parent, 0, None)
-    gradients, _ = choose(task, config, crew.replicas)
+    strategy = make_strategy(config, task, method, file.parent, 0, None)
+    gradients, _ = choose(task, config, strategy.replicas)
     rows: list[dict[str, Any]] = []
     outcome: dict[str, Any] = {"step_seconds": clock["step_seconds"]}
     progress = Progress()
@@ -126,7 +126,7 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
         with sdpa_kernel(SDPBackend.MATH):  # vmap knows its operations and would loop over the fused ones
             train(
                 task,
-                crew,
+                strategy,
                 config,
                 gradients,
                 progress=progress,
@@ -143,10 +143,10 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
         [r["step"], round(r["averaged"]["loss"], 5), round(r["consensus_distance"], 6)] for r in rows if "averaged" in r
     ]
     outcome["curve"] = _curve([r["loss"] for r in rows if "lr" in r], config.steps)
-    outcome["parameters"] = sum(p.numel() for p in crew.replicas[0].model.parameters())
+    outcome["parameters"] = sum(p.numel() for p in strategy.replicas[0].model.parameters())
     outcome["config"] = said
     outcome["cpu_seconds"] = round(time.process_time() - began, 1)
-    crew.close()
+    strategy.close()
     file.parent.mkdir(parents=True, exist_ok=True)
     half = file.with_suffix(".part")
     half.write_text(json.dumps(outcome))

@@ -1,4 +1,4 @@
-"""Checkpoints of crews that change: whose part it is, who is gone, and which checkpoint may be replaced."""
+"""Checkpoints of an elastic job: parts of different meetings, departed workers, checkpoints of more workers."""
 
 import pytest
 import torch
@@ -11,23 +11,23 @@ from gossamer.engine.elastic.meeting import Meeting
 from gossamer.topology import Layout
 
 
-def write(folder, step, workers, crew=""):
+def write(folder, step, workers, meeting=""):
     for worker in range(workers):
-        files.write_part(folder, step, worker, {"who": crew}, step, crew)
-    found = files.receipts(folder, step, workers, crew)
+        files.write_part(folder, step, worker, {"who": meeting}, step, meeting)
+    found = files.receipts(folder, step, workers, meeting)
     files.commit(folder, step, [(w,) for w in range(workers)], [found[w] for w in range(workers)])
 
 
 def test_a_checkpoint_of_more_workers_is_not_replaced(tmp_path):
     write(tmp_path, 10, 3)
-    with pytest.raises(GossamerError, match="there is one of 3 workers, and this one is of 2"):
+    with pytest.raises(GossamerError, match="there is a checkpoint of 3 workers, and this one has 2"):
         write(tmp_path, 10, 2)
     assert files.read_manifest(tmp_path, 10).workers == 3
     write(tmp_path, 10, 4)
     assert files.read_manifest(tmp_path, 10).workers == 4
 
 
-def test_what_another_crew_left_behind_is_not_this_ones(tmp_path):
+def test_parts_of_another_meeting_are_ignored(tmp_path):
     for worker in range(3):
         files.write_part(tmp_path, 10, worker, {}, 10, "before")
     files.abandon(tmp_path, 10, "worker 1 is gone", "before")

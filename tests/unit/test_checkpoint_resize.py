@@ -1,4 +1,4 @@
-"""Another number of workers, another topology: means are conserved, moments come along, training goes on."""
+"""Another number of workers, another topology: means are conserved, moments come along, training continues."""
 
 import itertools
 import json
@@ -174,12 +174,12 @@ def test_recipes_go_on_with_other_workers(tmp_path, method, after):
     where = tmp_path / "checkpoints"
     old = consensus(where)[1]
     config = config_for(method, after)
-    crew = make_strategy(config, Toy(), parse(method), tmp_path, 0, None)
-    crew.load(crew.checkpoints(where, 3))
-    with crew.averaged() as model:
+    strategy = make_strategy(config, Toy(), parse(method), tmp_path, 0, None)
+    strategy.load(strategy.checkpoints(where, 3))
+    with strategy.averaged() as model:
         for name, value in model.state_dict().items():
             torch.testing.assert_close(value, old[name], rtol=1e-5, atol=1e-6)
-    positions = {s.state_dict()["position"] for r in crew.replicas for s in r.streams}
+    positions = {s.state_dict()["position"] for r in strategy.replicas for s in r.streams}
     assert positions == {round(8 * 4 / sum(after))}
     progress = run(config, Toy(dropout=0.2), parse(method), tmp_path, resume=True)
     assert progress.step == 12
@@ -192,8 +192,8 @@ def test_nodes_with_one_replica_go_on_with_other_nodes(tmp_path):
     run(config_for("dadam:ring", (2, 2), steps=8, exact_inside=True), Toy(), parse("dadam:ring"), tmp_path)
     old = consensus(tmp_path / "checkpoints")[1]
     config = config_for("dadam:ring", (1, 1, 1), exact_inside=True)
-    crew = make_strategy(config, Toy(), parse("dadam:ring"), tmp_path, 0, None)
-    crew.load(crew.checkpoints(tmp_path / "checkpoints", 3))
-    with crew.averaged() as model:
+    strategy = make_strategy(config, Toy(), parse("dadam:ring"), tmp_path, 0, None)
+    strategy.load(strategy.checkpoints(tmp_path / "checkpoints", 3))
+    with strategy.averaged() as model:
         for name, value in model.state_dict().items():
             torch.testing.assert_close(value, old[name], rtol=1e-5, atol=1e-6)

@@ -178,7 +178,7 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_else(tmp_path, monkeypatch
         with pytest.raises(GossamerError, match=message):
             checkpoints.wait()
         run.train(1).save(checkpoints)
-        with pytest.warns(GossamerWarning, match="step 3 .* training goes on"):
+        with pytest.warns(GossamerWarning, match="step 3 .* training continues"):
             run.train(1).save(checkpoints)
         with pytest.raises(GossamerError):
             checkpoints.wait()
@@ -254,8 +254,8 @@ def test_two_workers_make_one_checkpoint_whoever_is_first(tmp_path):
     ("wrong", "message"),
     [
         ({"keep_last": 0}, "keep_last must be 1 or more, got 0; pass None to keep all"),
-        ({"rank": 2, "workers": 2}, "rank and workers go together, 0 <= rank < workers; got 2 and 2"),
-        ({"rank": 0}, "rank and workers go together"),
+        ({"rank": 2, "workers": 2}, "pass both rank and workers, with 0 <= rank < workers; got 2 and 2"),
+        ({"rank": 0}, "pass both rank and workers"),
     ],
 )
 def test_bad_arguments(tmp_path, wrong, message):
@@ -271,7 +271,7 @@ def test_another_model_or_number_of_optimizers_is_one_sentence(tmp_path):
     other = nn.Linear(3, 2)
     with pytest.raises(GossamerError, match=r"not of this model and optimizer: .*size mismatch .*; build the same"):
         checkpoints.load(None, other, torch.optim.SGD(other.parameters(), lr=0.1))
-    with pytest.raises(GossamerError, match=r"holds 1 optimizer\(s\) and this run has 2; load it with the same"):
+    with pytest.raises(GossamerError, match=r"holds 1 optimizer\(s\) and this run has 2; build the same optimizers"):
         checkpoints.load(None, model, [torch.optim.SGD([p], lr=0.1) for p in model.parameters()])
     run = Run()
     with pytest.raises(InputError, match="4 virtual workers need as many models, optimizers and extras, got 1, 4"):

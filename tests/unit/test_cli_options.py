@@ -52,8 +52,8 @@ def test_layouts(nodes: int | str | None, per_node: str | None, n: int | str | N
         (None, "4,,2", None, "got '4,,2'"),
         (4, "", None, "got ''"),
         (4, "2.5", None, "got '2.5'"),
-        (None, "4,4", 8, "--n 8 puts all workers on one node and cannot go with --per-node"),
-        (2, None, 8, "cannot go with --nodes"),
+        (None, "4,4", 8, "--n 8 puts all workers on one node and cannot be combined with --per-node"),
+        (2, None, 8, "cannot be combined with --nodes"),
     ],
 )
 def test_bad_layouts_say_what_is_wrong(

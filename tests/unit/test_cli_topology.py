@@ -125,7 +125,7 @@ def test_list_on_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
         ("show rign --n 4", "did you mean 'ring'"),
         ("show ring(k=2) --n 4", "has no option 'k'"),
         ("show ring --k 2 --n 4", "has no option 'k'"),
-        ("show base(k=2) --k 3 --n 4", "cannot go with 'base(k=2)'"),
+        ("show base(k=2) --k 3 --n 4", "cannot be combined with 'base(k=2)'"),
         ("show base(k= --n 4", "cannot read topology"),
         ("show base --k 0 --n 4", "k >= 1"),
         ("show ring --n 4 --model-mb 0", "--model-mb must be a positive number"),

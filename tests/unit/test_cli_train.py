@@ -128,7 +128,7 @@ def images(folder, sizes):
     ("make", "sentence"),
     [
         (lambda f: ["vision", "--data", str(f)], "is not a directory: name the one that holds"),
-        (lambda f: ["translate", "--data", str(f)], "is not a directory: name the one that holds train.en"),
+        (lambda f: ["translate", "--data", str(f)], "is not a directory: name the directory that holds train.en"),
         (lambda f: ["lm", "--data", str(f)], "does not exist"),
         (lambda f: pairs(f, target=("c",)), "train.en has 2 lines"),
         (lambda f: pairs(f, train=(), target=()), "empty"),

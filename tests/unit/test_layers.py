@@ -33,7 +33,7 @@ LAYERS = {
     "predict": _layer("topology", "trace", torch=False),
     "comm": _layer("topology", "trace", distributed=True),
     "engine": _layer("comm", "topology", "trace"),
-    "checkpoint": _layer(),
+    "checkpoint": _layer(public=True),
     "optim": _layer(),
     "lab": _layer("predict", "trace", "comm", public=True),  # comm: a process group and torch's DDP for `bench`
     "recipes": _layer(public=True),

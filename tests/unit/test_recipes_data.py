@@ -151,7 +151,7 @@ def test_a_sentence_beyond_the_budget_is_refused():
 def test_unknown_tasks_and_options_are_refused():
     with pytest.raises(InputError, match="unknown task 'speech': choose one of vision, translate, lm"):
         make_task("speech")
-    with pytest.raises(InputError, match=r"task 'lm' has no option 'bach': it knows .*batch"):
+    with pytest.raises(InputError, match=r"task 'lm' has no option 'bach': its options are .*batch"):
         make_task("lm", {"bach": 3})
     with pytest.raises(InputError, match="option 'batch' of task 'vision' is 0: input should be greater"):
         make_task("vision", {"batch": 0})

@@ -94,13 +94,13 @@ def test_virtual_ddp_keeps_the_buffers_of_the_first_worker(tmp_path):
 @pytest.mark.parametrize("micro", [1, 2])
 def test_vectorized_gradients_equal_the_loop(method, exact_inside, micro, tmp_path):
     config, task = config_for(method, exact_inside=exact_inside), Toy()
-    crew = make_strategy(config, task, parse(method), tmp_path, 0, None)
-    batches = [[[next(s) for _ in range(micro)] for s in r.streams] for r in crew.replicas]
+    strategy = make_strategy(config, task, parse(method), tmp_path, 0, None)
+    batches = [[[next(s) for _ in range(micro)] for s in r.streams] for r in strategy.replicas]
     found = []
     for way in (Looped(task, config), Batched(task, config)):
-        losses = way(crew.replicas, batches)
-        found.append((losses, [[p.grad.clone() for p in r.model.parameters()] for r in crew.replicas]))
-        for r in crew.replicas:
+        losses = way(strategy.replicas, batches)
+        found.append((losses, [[p.grad.clone() for p in r.model.parameters()] for r in strategy.replicas]))
+        for r in strategy.replicas:
             r.optimizer.zero_grad()
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
     for one, other in zip(found[0][1], found[1][1], strict=True):
@@ -119,14 +119,14 @@ def test_batches_of_unequal_shapes_are_looped(tmp_path):
 def test_the_choice_leaves_no_trace_and_avoids_running_statistics(tmp_path):
     config = config_for("dadam:ring", batched="auto")
     for task in (Toy(), Toy(norm=True)):
-        crew = make_strategy(config, task, parse(config.method), tmp_path, 0, None)
-        before = [r.state_dict() for r in crew.replicas]
-        _, name = choose(task, config, crew.replicas)
+        strategy = make_strategy(config, task, parse(config.method), tmp_path, 0, None)
+        before = [r.state_dict() for r in strategy.replicas]
+        _, name = choose(task, config, strategy.replicas)
         assert name in (("off",) if task.norm else ("on", "off"))
-        for one, other in zip(before, [r.state_dict() for r in crew.replicas], strict=True):
+        for one, other in zip(before, [r.state_dict() for r in strategy.replicas], strict=True):
             assert one["streams"] == other["streams"]
             assert all(torch.equal(a, b) for a, b in zip(one["random"], other["random"], strict=True))
-        assert all(p.grad is None for r in crew.replicas for p in r.model.parameters())
+        assert all(p.grad is None for r in strategy.replicas for p in r.model.parameters())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -178,7 +178,7 @@ def test_the_folder_says_what_was_run(tmp_path):
     assert again == config
     assert content["lr"] == 0.02
     assert content["parameters"] == 6 * 8 + 8 + 8 * 2 + 2
-    with pytest.raises(Exception, match="already holds a run; continue it with --resume"):
+    with pytest.raises(Exception, match="already holds a run; resume it with --resume"):
         prepare(tmp_path / "run", config, parse(config.method), Toy(), {})
 
 

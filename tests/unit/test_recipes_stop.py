@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gossamer.recipes.graceful_stop import Stop, clear, request
+from gossamer.recipes.graceful_stop import StopTogether, clear, request
 
 WORKERS, STEPS = 4, 200
 
@@ -22,7 +22,7 @@ def play(folder, *, lockstep, seed, meet_every):
 
     def worker(rank):
         chance = random.Random(seed * 10 + rank)
-        stop = Stop(folder, rank, WORKERS, lockstep=lockstep)
+        stop = StopTogether(folder, rank, WORKERS, lockstep=lockstep)
         for step in range(STEPS):
             if stop(step):
                 ended[rank] = step
@@ -66,12 +66,12 @@ def test_all_workers_stop_after_the_same_step(tmp_path, lockstep, meet_every, se
 def test_a_cleared_request_is_forgotten(tmp_path):
     request(tmp_path)
     clear(tmp_path)
-    assert not Stop(tmp_path, 0, 1, lockstep=False)(5)
+    assert not StopTogether(tmp_path, 0, 1, lockstep=False)(5)
 
 
-def test_a_worker_that_is_done_holds_up_nobody(tmp_path):
-    Stop(tmp_path, 1, 2, lockstep=False).done(9)
+def test_a_worker_that_is_done_delays_no_other(tmp_path):
+    StopTogether(tmp_path, 1, 2, lockstep=False).done(9)
     request(tmp_path)
-    other = Stop(tmp_path, 0, 2, lockstep=False)
+    other = StopTogether(tmp_path, 0, 2, lockstep=False)
     assert not other(6)
     assert other(9)

@@ -16,10 +16,10 @@ from gossamer.recipes.data.corpora import load_parallel
 from gossamer.recipes.data.text import BOS, EOS, PAD, SMALLEST, Subwords
 from gossamer.recipes.data.token_batches import pad
 from gossamer.recipes.models.beam import beam_search
-from gossamer.recipes.models.transformer import Decoding, Size, Transformer
+from gossamer.recipes.models.transformer import Decoding, Transformer, TransformerSize
 from gossamer.recipes.task import make_task
 
-TINY = Size(layers=2, width=16, heads=2, hidden=32)
+TINY = TransformerSize(layers=2, width=16, heads=2, hidden=32)
 
 
 def _reference(number):
@@ -99,7 +99,7 @@ def test_the_decoder_does_not_look_ahead_and_padding_changes_nothing(norm):
 
 
 def test_source_target_and_output_share_one_embedding():
-    size = Size(layers=1, width=8, heads=2, hidden=16)
+    size = TransformerSize(layers=1, width=8, heads=2, hidden=16)
     model = Transformer(50, size, norm="post", dropout=0.0, pad=PAD)
     attention, feed, norm = 4 * (8 * 8 + 8), 8 * 16 + 16 + 16 * 8 + 8, 2 * 8
     assert sum(p.numel() for p in model.parameters()) == 50 * 8 + (3 * attention) + 2 * feed + 5 * norm

@@ -1,4 +1,4 @@
-"""The consensus model of a checkpoint: what `Gossip.averaged()` holds, from the files alone."""
+"""The consensus model of a checkpoint: what `Gossip.averaged()` holds, computed from the files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer import InputError
 from gossamer.checkpoint import files
 from gossamer.checkpoint.state import State, kept_local, values_of
-from gossamer.errors import InputError
 
 
 def consensus(folder: str | os.PathLike[str], step: int | None = None) -> tuple[files.Manifest, dict[str, Any]]:
-    """The checkpoint's manifest and the mean model over its workers, as a plain state_dict.
+    """Return a checkpoint's manifest and the mean model of its workers, as a plain state_dict.
 
     Mixed parameters and floating-point buffers are averaged (in double precision), integer buffers take the maximum;
     parameters that stay local, and buffers of a run with buffers="local", are worker 0's.
@@ -23,7 +23,7 @@ def consensus(folder: str | os.PathLike[str], step: int | None = None) -> tuple[
     where = Path(folder)
     manifest = files.read_manifest(where, files.latest_in(where) if step is None else step)
     everybody = range(manifest.workers)
-    # Under DDP all workers hold one replica: any file has it.
+    # Under DDP all workers hold the same replica, so any file will do.
     workers = everybody if len(manifest.groups) > 1 else everybody[:1]
     first: State = {}
     totals: dict[str, Tensor] = {}
@@ -34,7 +34,7 @@ def consensus(folder: str | os.PathLike[str], step: int | None = None) -> tuple[
         if worker == 0:
             first, local = values, kept_local(state)
         if values.keys() != first.keys():
-            raise InputError(f"worker {worker} of the checkpoint holds another model than worker 0; it has no mean")
+            raise InputError(f"worker {worker} of the checkpoint holds another model than worker 0; there is no mean")
         for name, value in values.items():
             if isinstance(value, Tensor) and name not in local and not value.is_complex():
                 totals[name] = value.double() if worker == 0 else _joined(totals[name], value)

@@ -1,13 +1,13 @@
-"""A checkpoint on disk: a file a worker and a manifest, in a folder that appears by one rename.
+"""A checkpoint on disk: one file per worker and a manifest, in a folder that becomes visible by one rename.
 
 FOLDER/step-00000100/manifest.json      {"format": 2, "step": 100, "groups": [[0], [1]], "files": [...]}
                      worker-00000.pt    tensors and plain values only
-       .step-00000200/                  being written, or left behind by a run that was killed: nobody reads it
+       .step-00000200/                  being written, or left behind by a killed run; never read
                       worker-00001.pt
-                      worker-00001.json     size and checksum: that worker's part is on the disk
+                      worker-00001.json     receipt: size and checksum of a part that is on the disk
 
-A visible folder is complete: parts, then manifest, then the rename, each forced to the disk before the next. A removed
-checkpoint is made invisible by a rename first.
+A visible folder is complete: parts, manifest and rename are each forced to the disk before the next. A checkpoint that
+is removed is first made invisible by a rename.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from gossamer.errors import GossamerError, InputError
 FORMAT = 2
 MANIFEST = "manifest.json"
 ABANDONED = "abandoned"
-HELD = {"model", "optimizer", "gossip", "mixed", "random", "extra"}  # of a worker
+HELD = {"model", "optimizer", "gossip", "mixed", "random", "extra"}  # keys of a worker's state
 _STEP = re.compile(r"step-(\d{8,12})")
 _CHUNK = 2**20
 
 
 @dataclass(frozen=True)
 class Part:
-    """One worker's file; `steps` are the optimizer steps that worker had taken."""
+    """The file of one worker; `steps` is the number of optimizer steps that the worker had taken."""
 
     bytes: int
     sha256: str
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`groups`: workers that hold one replica and so the same values (DDP); else each is alone."""
+    """What a checkpoint consists of. `groups` are the workers that hold the same parameters."""
 
     step: int
     groups: tuple[tuple[int, ...], ...]
@@ -66,15 +66,15 @@ def part_name(worker: int) -> str:
 
 
 def partial_of(folder: Path, step: int) -> Path:
-    """Where a checkpoint is put together."""
+    """Return the folder in which a checkpoint is assembled."""
     return folder / f".{name_of(step)}"
 
 
 # -- writing --------------------------------------------------------------------------------------------------------
 
 
-def write_part(folder: Path, step: int, worker: int, state: dict[str, Any], steps: int, crew: str = "") -> None:
-    """This worker's part; once its receipt is there it is on the disk. `crew`: whose checkpoint it is a part of."""
+def write_part(folder: Path, step: int, worker: int, state: dict[str, Any], steps: int, meeting: str = "") -> None:
+    """Write the part of one worker, then its receipt. `meeting` identifies the workers that save together."""
     partial = partial_of(folder, step)
     partial.mkdir(parents=True, exist_ok=True)
     path = partial / part_name(worker)
@@ -85,26 +85,28 @@ def write_part(folder: Path, step: int, worker: int, state: dict[str, Any], step
             raise sink.error
         _force(file)
     receipt = Part(sink.bytes, sink.sha256.hexdigest(), steps)
-    _replace(path.with_suffix(".json"), {"crew": crew, **asdict(receipt)})
+    _replace(path.with_suffix(".json"), {"meeting": meeting, **asdict(receipt)})
 
 
-def receipts(folder: Path, step: int, workers: int, crew: str = "") -> dict[int, Part]:
-    """The receipts that workers of this crew have left so far."""
+def receipts(folder: Path, step: int, workers: int, meeting: str = "") -> dict[int, Part]:
+    """Return the receipts that workers of this meeting have written so far."""
     found = {}
     for worker in range(workers):
         with suppress(FileNotFoundError):
-            told = json.loads((partial_of(folder, step) / part_name(worker)).with_suffix(".json").read_text())
-            if told.pop("crew") == crew:
-                found[worker] = Part(**told)
+            receipt = json.loads((partial_of(folder, step) / part_name(worker)).with_suffix(".json").read_text())
+            if receipt.pop("meeting") == meeting:
+                found[worker] = Part(**receipt)
     return found
 
 
 def commit(folder: Path, step: int, groups: Sequence[Sequence[int]], parts: Sequence[Part]) -> None:
-    """Make a checkpoint whose parts are all on the disk visible. One worker does this. A visible one of the same step
-    by more workers is not replaced."""
+    """Make a checkpoint visible whose parts are all on the disk. Called by one worker.
+
+    A visible checkpoint of the same step by more workers is not replaced.
+    """
     partial, final = partial_of(folder, step), folder / name_of(step)
     if (there := _workers_of(folder, step)) > len(parts):
-        raise GossamerError(f"there is one of {there} workers, and this one is of {len(parts)}")
+        raise GossamerError(f"there is a checkpoint of {there} workers, and this one has {len(parts)}")
     content = {
         "format": FORMAT,
         "step": step,
@@ -121,19 +123,19 @@ def commit(folder: Path, step: int, groups: Sequence[Sequence[int]], parts: Sequ
     _force_folder(folder)
 
 
-def abandon(folder: Path, step: int, why: str, crew: str = "") -> None:
-    """Tell the other workers of the crew that this checkpoint will not come, and free its space."""
+def abandon(folder: Path, step: int, why: str, meeting: str = "") -> None:
+    """Tell the other workers of the meeting that this checkpoint is abandoned, and free its space."""
     partial = partial_of(folder, step)
     with suppress(OSError):
         partial.mkdir(parents=True, exist_ok=True)
         for file in partial.iterdir():
             if file.suffix == ".pt":
                 file.unlink(missing_ok=True)
-        (partial / ABANDONED).write_text(f"{crew}\n{why}")
+        (partial / ABANDONED).write_text(f"{meeting}\n{why}")
 
 
-def abandoned(folder: Path, step: int, crew: str = "") -> str | None:
-    """Why a worker of the crew gave this checkpoint up, if one did."""
+def abandoned(folder: Path, step: int, meeting: str = "") -> str | None:
+    """Return why a worker of the meeting abandoned this checkpoint, if one did."""
     try:
         said = (partial_of(folder, step) / ABANDONED).read_text()
     except OSError:
@@ -141,11 +143,11 @@ def abandoned(folder: Path, step: int, crew: str = "") -> str | None:
     whose, _, why = said.partition("\n")
     if not said:
         return "its disk is full"
-    return why if whose == crew else None
+    return why if whose == meeting else None
 
 
 def sweep(folder: Path, before: int | None = None) -> None:
-    """Remove what no complete checkpoint needs: leftovers (of steps before `before`), half-removed ones."""
+    """Remove incomplete checkpoints (of steps before `before`) and partly removed ones."""
     for left in folder.glob(".step-*"):
         found = _STEP.fullmatch(left.name[1:])
         if before is None or found is None or int(found[1]) < before:
@@ -153,7 +155,7 @@ def sweep(folder: Path, before: int | None = None) -> None:
 
 
 def prune(folder: Path, keep_last: int | None) -> None:
-    """Keep so many of the newest."""
+    """Remove all but the newest `keep_last` checkpoints."""
     if keep_last is not None:
         for old in steps_in(folder)[:-keep_last]:
             with suppress(OSError):
@@ -161,7 +163,7 @@ def prune(folder: Path, keep_last: int | None) -> None:
 
 
 def _hide(checkpoint: Path) -> None:
-    """Remove a checkpoint, invisible first."""
+    """Make a checkpoint invisible, then remove it."""
     gone = checkpoint.with_name(f".{checkpoint.name}.removed")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(checkpoint, gone)
@@ -169,8 +171,11 @@ def _hide(checkpoint: Path) -> None:
 
 
 class _Sink:
-    """A file that hashes what it is given. After an error it pretends to go on: torch's writer may not be interrupted
-    in mid-file (its destructor writes the rest and ends the process if that fails)."""
+    """A file that hashes what is written to it.
+
+    After an error it accepts and drops the rest: torch's writer must not be interrupted within a file, because its
+    destructor writes the rest and ends the process if that fails.
+    """
 
     def __init__(self, file: BinaryIO):
         self._file, self.sha256, self.bytes = file, hashlib.sha256(), 0
@@ -188,7 +193,7 @@ class _Sink:
         return size
 
     def flush(self) -> None:
-        """Nothing: the caller forces the file to the disk."""
+        """Do nothing: the caller forces the file to the disk."""
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:
@@ -216,13 +221,13 @@ def _force_folder(folder: Path) -> None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps of all complete checkpoints, oldest first."""
+    """Return the steps of all complete checkpoints, oldest first."""
     found = [(_STEP.fullmatch(p.parent.name), p) for p in folder.glob(f"step-*/{MANIFEST}")]
     return sorted(int(match[1]) for match, _ in found if match)
 
 
 def latest_in(folder: Path) -> int:
-    """The newest complete checkpoint's step."""
+    """Return the step of the newest complete checkpoint; raise `InputError` if there is none."""
     found = steps_in(folder)
     if not found:
         raise InputError(f"{folder} holds no complete checkpoint; save some first (gossamer train: --checkpoint-every)")
@@ -230,12 +235,12 @@ def latest_in(folder: Path) -> int:
 
 
 def read_manifest(folder: Path, step: int) -> Manifest:
-    """The manifest, checked: whatever a file may hold, what is wrong with it is one sentence."""
+    """Read and check a manifest; whatever the file holds, an error is one sentence."""
     path = folder / name_of(step) / MANIFEST
     try:
         said = json.loads(path.read_bytes())
         if not isinstance(said, dict) or "format" not in said:
-            raise _Bad("it is no manifest of a checkpoint")
+            raise _Bad("it is not the manifest of a checkpoint")
         if said["format"] != FORMAT:
             raise _Bad(f"it has format {str(said['format'])[:40]}, this version reads {FORMAT}")
         return _checked(said, step)
@@ -247,7 +252,7 @@ def read_manifest(folder: Path, step: int) -> Manifest:
 
 
 def _workers_of(folder: Path, step: int) -> int:
-    """Of a complete checkpoint; 0 if there is none, or nobody could read it."""
+    """Return the number of workers of a complete checkpoint; 0 if there is none or it cannot be read."""
     try:
         return read_manifest(folder, step).workers
     except GossamerError:
@@ -255,7 +260,7 @@ def _workers_of(folder: Path, step: int) -> int:
 
 
 def read_part(folder: Path, manifest: Manifest, worker: int) -> dict[str, Any]:
-    """A worker's state, if the file is what was written."""
+    """Read the state of a worker; raise `GossamerError` if the file is not what was written."""
     path, part = folder / name_of(manifest.step) / part_name(worker), manifest.files[worker]
     try:
         size, digest = path.stat().st_size, hashlib.sha256()
@@ -268,8 +273,8 @@ def read_part(folder: Path, manifest: Manifest, worker: int) -> dict[str, Any]:
             raise _Bad("its content is not what was written (the checksum differs)")
         state = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(state, dict) or not state.keys() >= HELD:
-            raise _Bad("it is no worker's state")
-    except Exception as error:  # torch raises whatever its reader met
+            raise _Bad("it is not the state of a worker")
+    except Exception as error:  # torch raises many types
         raise GossamerError(_cannot(path, error)) from error
     return state
 
@@ -280,7 +285,7 @@ class _Bad(Exception):
 
 def _cannot(path: Path, error: BaseException) -> str:
     said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return f"cannot read checkpoint {path}: {said.splitlines()[0][:200]}; remove its folder to load the one before"
+    return f"cannot read checkpoint {path}: {said.splitlines()[0][:200]}; remove its folder to load an earlier one"
 
 
 def _checked(said: dict[str, Any], step: int) -> Manifest:

@@ -1,174 +1,154 @@
-"""Whose states this process saves and loads: one worker among others, all of them (virtual), or one without gossip."""
+"""The workers that save or load a checkpoint together: one worker per process, virtual workers, or no gossip at all."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from gossamer.errors import InputError
+from gossamer import GossipHandle, InputError, MixedParameters, Participation
 
-_calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+Optimizers = Optimizer | Sequence[Optimizer]
+Extra = Mapping[str, Any] | None
 
 
-@dataclass
 class Participants:
-    """`ranks` are this process's workers among `total`; those of one group hold one replica."""
+    """The models, optimizers and extras of this process's workers, and how the workers of all processes communicate.
 
-    handle: Any  # a Gossip, a VirtualCluster or None
-    ranks: list[int]
-    total: int
-    groups: list[tuple[int, ...]]
-    models: list[nn.Module]
-    optimizers: list[list[Optimizer]]
-    extras: list[Any]
-    meeting: Any = None  # where the job outlives its workers: of those who met, and whose checkpoint it is
+    Without gossip (`handle` None: DDP, or a single process) all workers hold one replica.
+    """
 
-    @classmethod
-    def of(
-        cls, handle: Any, model: Any, optimizer: Any, extra: Any, rank: int | None, workers: int | None
-    ) -> Participants:
-        if hasattr(handle, "gossips"):
-            total = handle.layout.n
-            models, each = list(model), [_several(o) for o in optimizer]
-            extras = [None] * total if extra is None else list(extra)
-            if not len(models) == len(each) == len(extras) == total:
-                raise InputError(
-                    f"{total} virtual workers need as many models, optimizers and extras, got {len(models)}, "
-                    f"{len(each)} and {len(extras)}"
-                )
-            return cls(handle, [*range(total)], total, [(w,) for w in range(total)], models, each, extras)
-        if handle is None:
-            rank, workers = (0, 1) if rank is None or workers is None else (rank, workers)
-            groups = [tuple(range(workers))]
-            return cls(None, [rank], workers, groups, [model], [_several(optimizer)], [extra])
-        if any(hasattr(p, "to_local") for p in model.parameters()):
+    def __init__(
+        self,
+        handle: GossipHandle | None,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Optimizers | Sequence[Optimizers],
+        extra: Extra | Sequence[Extra],
+        *,
+        rank: int = 0,
+        workers: int = 1,
+    ):
+        self._handle, self._alone = handle, Participation(workers, (rank,), (tuple(range(workers)),))
+        optimizers = _several(optimizer)
+        self.models = [model] if isinstance(model, nn.Module) else list(model)
+        self.optimizers = [optimizers] if isinstance(model, nn.Module) else [_several(o) for o in optimizers]
+        self.extras: list[Extra] = (
+            [extra] if isinstance(extra, Mapping) else [None] * len(self.models) if extra is None else list(extra)
+        )
+        self._participation = self._look()
+        counts = len(self.models), len(self.optimizers), len(self.extras)
+        if set(counts) != {len(self.places)}:
             raise InputError(
-                "a model sharded by FSDP2 is not saved by Checkpoints; use torch.distributed.checkpoint with a folder "
-                "a node, and gossip.state_dict() beside it"
+                f"{len(self.places)} virtual workers need as many models, optimizers and extras, got {counts[0]}, "
+                f"{counts[1]} and {counts[2]}"
             )
-        made = cls(handle, [0], 1, [(0,)], [model], [_several(optimizer)], [extra])
-        made._look_around()
-        return made
+        if handle is not None and any(hasattr(p, "to_local") for m in self.models for p in m.parameters()):
+            raise InputError(
+                "Checkpoints cannot save a model sharded by FSDP2; use torch.distributed.checkpoint with one folder "
+                "per node, and gossip.state_dict() beside it"
+            )
 
-    def _look_around(self) -> None:
-        """Who takes part: everybody; where the job outlives its workers, those who came to the last collective call."""
-        control, inside = self.handle.control, self.handle.lanes[0].schedule.inside
-        self.ranks, self.total = [control.place], control.layout.n
-        self.groups = [(w,) for w in range(self.total)] if inside is None else [tuple(m) for m in inside.members]
-        if self.survives:
-            self.meeting = self.handle.met
+    def _look(self) -> Participation:
+        return self._alone if self._handle is None else self._handle.participation()
 
-    def gone(self) -> dict[int, str]:
-        """Those who take part and are no longer members: by place, what is to be said of each."""
-        if self.meeting is None:
-            return {}
-        left = self.meeting.gone(self.handle.members.record)
-        return {place: f"worker {rank} is gone" for place, rank in enumerate(self.meeting.ranks) if rank in left}
+    # -- the workers -------------------------------------------------------------------------------------------
 
     @property
-    def alone(self) -> bool:
-        """Whether this worker could not ask the others, who may be saving something else."""
-        return self.meeting is not None and bool(self.meeting.alone)
+    def places(self) -> tuple[int, ...]:
+        """The numbers of this process's workers among all participants."""
+        return self._participation.places
 
     @property
-    def under_way(self) -> bool:
-        """Whether the others may have begun to write: they have met before the call of `save`."""
-        return self.handle is not None and bool(self.handle.in_meeting)
+    def total(self) -> int:
+        """Number of participants."""
+        return self._participation.workers
 
     @property
-    def name(self) -> str:
-        """Whose parts belong together, where crews may differ from one checkpoint to the next."""
-        return "" if self.meeting is None else f"{self.handle.members.run.hex()}/{self.meeting.number}"
-
-    @property
-    def survives(self) -> bool:
-        """Whether the job outlives its workers: on_failure="continue"."""
-        return hasattr(self.handle, "members")
-
-    @property
-    def joined(self) -> bool:
-        """Whether this worker came into a running job, whose checkpoints are its own."""
-        return bool(getattr(self.handle, "joined", False))
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Participants that hold the same parameters."""
+        return self._participation.replicas
 
     @property
     def leads(self) -> bool:
-        """Whether this process makes a checkpoint visible."""
-        return 0 in self.ranks
+        """Whether this process makes the checkpoint visible."""
+        return 0 in self.places
 
     @property
-    def virtual(self) -> bool:
-        return hasattr(self.handle, "gossips")
+    def meeting(self) -> str:
+        """Identifies the parts of one checkpoint in an elastic job, whose participants may differ between two."""
+        return self._participation.meeting
 
     @property
-    def gossips(self) -> list[Any]:
-        return list(self.handle.gossips) if self.virtual else [self.handle]
+    def alone(self) -> bool:
+        """Whether this process could not reach the others, which may be saving another checkpoint."""
+        return self._participation.alone
+
+    @property
+    def joined(self) -> bool:
+        """Whether this worker joined a running job, whose checkpoints are its own."""
+        return self._handle is not None and self._handle.joined
+
+    @property
+    def in_meeting(self) -> bool:
+        """Whether the other participants may already be writing: all of them met before they called `save`."""
+        return self._handle is not None and self._handle.in_meeting
+
+    def departed(self) -> dict[int, str]:
+        """Participants that left the job, as {number: reason}."""
+        return self._participation.departed()
+
+    # -- their state -------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """Optimizer steps that each worker of this process has taken."""
-        return [0 if g is None else g.lanes[0].meter.steps for g in self.gossips]
+        return [0] * len(self.models) if self._handle is None else self._handle.steps
+
+    def mixed(self) -> Sequence[MixedParameters | None]:
+        """Which parameters are mixed, for each worker of this process."""
+        return [None] * len(self.models) if self._handle is None else self._handle.mixed_parameters()
 
     def share(self, text: str) -> list[str]:
-        """Everybody's text, by rank."""
-        if self.virtual or self.handle is None:
-            return [text] * self.total
-        call = _calls[self.handle] = _calls.get(self.handle, 0) + 1
-        shared: list[str] = self.handle.transport.share(f"checkpoint/{call}", text)
-        return shared
+        """Return the texts of all participants, by number. Collective."""
+        return [text] * self.total if self._handle is None else self._handle.share(text)
 
-    def agree(self, step: int) -> int:
-        """One step for a checkpoint, after `gossip_states`: the largest of all who take part."""
-        if self.survives:
-            return int(self.handle.met.steps)
-        return max(int(s) for s in self.share(str(step)))
+    def agree_on_step(self, step: int) -> int:
+        """Return the largest step of all participants, after `gossip_states`. Collective."""
+        agreed = self._participation.steps
+        return max(int(s) for s in self.share(str(step))) if agreed is None else agreed
 
-    def gossip_states(self) -> list[Any]:
-        """Collective; to be called before the models are copied: it may bring workers to a later round."""
-        if self.handle is None:
-            return [None]
-        if self.virtual:
-            return list(self.handle.state_dicts())
-        state = self.handle.state_dict()
-        self._look_around()
-        return [state]
+    def gossip_states(self) -> Sequence[dict[str, Any] | None]:
+        """Return the gossip state of each worker of this process. Collective.
 
-    def fits(self, state: Any) -> bool:
-        """Whether a saved gossip state can be gone on with: the same algorithm, workers and topology."""
-        if self.handle is None or state is None or self.survives:
-            return self.handle is None and state is None
-        own = self.gossips[0]
-        ours = (self.total, own.lanes[0].schedule.topology.name, len(own.lanes))
-        theirs = (state["workers"], state["topology"], len(state["lanes"]))
-        kind = own.settings.algorithm.name if own.settings.asynchronous else None
-        return ours == theirs and all(lane.get("algorithm") == kind for lane in state["lanes"])
+        Call it before the models are copied, because it may bring workers to a later round.
+        """
+        if self._handle is None:
+            return [None] * len(self.models)
+        states = self._handle.state_dicts()
+        self._participation = self._look()
+        return states
 
-    def go_on(self, states: Sequence[Any], same: bool, steps: Sequence[int]) -> bool:
-        """After the models were loaded: continue the saved gossip if it fits, else begin from these parameters, at the
-        step count the workers have on average. Whether it fits. Collective."""
-        if self.handle is None:
+    def accepts(self, state: dict[str, Any] | None) -> bool:
+        """Whether gossip can continue from a saved state: same algorithm, workers and topology."""
+        if self._handle is None or state is None:
+            return self._handle is None and state is None
+        return self._handle.accepts(state)
+
+    def continue_gossip(self, states: Sequence[dict[str, Any] | None], same: bool, steps: Sequence[int]) -> bool:
+        """After the models were loaded: continue the saved gossip if all states are accepted. Collective.
+
+        Otherwise gossip restarts from these parameters, at the workers' mean number of steps. Returns whether the
+        saved gossip continues.
+        """
+        if self._handle is None:
             return same
-        same = same and all(self.fits(s) for s in states)
-        if not same:
-            taken = sum(steps) // len(steps)
-            self.handle.reset()
-            if self.survives:  # every lane counts for itself there
-                for lane in self.handle.lanes:
-                    lane.meter.steps = taken
-                return False
-            states = self.gossip_states()
-            for lane in (lane for s in states for lane in s["lanes"]):
-                lane["steps"] = taken
-                if "counts" in lane:
-                    lane["counts"].fill_(taken)
-        if self.virtual:
-            self.handle.load_state_dicts(states)
-        else:
-            self.handle.load_state_dict(states[0])
-        return same
+        accepted = [state for state in states if state is not None and self._handle.accepts(state)]
+        if not same or len(accepted) < len(states):
+            self._handle.restart(sum(steps) // len(steps))
+            return False
+        self._handle.load_state_dicts(accepted)
+        return True
 
 
 def _several(optimizer: Any) -> list[Optimizer]:

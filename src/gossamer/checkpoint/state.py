@@ -1,8 +1,9 @@
-"""What a checkpoint holds of a worker, and how several workers' states become one.
+"""What a checkpoint holds of a worker, and how the states of several workers are combined.
 
-With another number of workers, worker j of m takes the place of the old workers in [j n/m, (j+1) n/m) of 0..n: their
-parameters and optimizer moments are averaged, weighted by how much of each lies in there. Every old worker then weighs
-m/n over all new ones, so the mean over the workers stays what it was. With m = 2n these are clones of neighbors.
+When n workers were saved and m load, worker j of m takes the place of the old workers in the interval
+[j n/m, (j+1) n/m) of 0..n: their parameters and optimizer moments are averaged, weighted by how much of each old worker
+lies in the interval. Every old worker then has the weight m/n over all new workers, so the mean over the workers does
+not change. With m = 2n, neighbors are clones.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossamer.errors import InputError
+from gossamer import InputError, MixedParameters
 
 State = dict[str, Any]
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The user's own module: without DDP and without what torch.compile wraps around it."""
+    """Return the user's own module, without the wrappers of DDP and torch.compile."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     inner = getattr(model, "_orig_mod", model)
@@ -33,7 +34,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def snapshot(value: Any) -> Any:
-    """A copy that training does not touch, in types that are read without pickle's code."""
+    """Copy a value to the CPU, in types that can be read without running pickled code."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
@@ -42,7 +43,7 @@ def snapshot(value: Any) -> Any:
         return type(value)(snapshot(v) for v in value) if type(value) in (list, tuple) else [snapshot(v) for v in value]
     if value is None or isinstance(value, PLAIN):
         return value
-    if hasattr(value, "tolist"):  # numpy's numbers and arrays
+    if hasattr(value, "tolist"):  # numpy scalars and arrays
         return value.tolist()
     raise InputError(
         f"a checkpoint cannot hold a {type(value).__module__}.{type(value).__name__}, which would need code to read; "
@@ -50,14 +51,14 @@ def snapshot(value: Any) -> Any:
     )
 
 
-def mixed_by(gossip: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
-    """Which parameters are mixed, by which names, and where they lie in the flat buffers of each lane."""
+def describe_mixed(mixed: MixedParameters, model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
+    """Describe by name which parameters are mixed, and where they lie in the flat buffers of each lane."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    held = {id(p.parameter) for lane in gossip.lanes for flat in lane.flats for p in flat.places}
+    held = {id(p) for lane in mixed.lanes for _, places in lane for p, _ in places}
     return {
-        "buffers": gossip.settings.buffers,
+        "buffers": mixed.buffers,
         "local": [name for key, found in names.items() if key not in held for name in found],
         "optimizers": [
             [at for at, p in enumerate(p for g in o.param_groups for p in g["params"]) if id(p) in held]
@@ -65,23 +66,16 @@ def mixed_by(gossip: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> 
         ],
         "lanes": [
             [
-                (
-                    flat.buffer.numel(),
-                    [
-                        (names[id(p.parameter)], p.start, tuple(p.parameter.shape), tuple(p.parameter.stride()))
-                        for p in flat.places
-                    ],
-                )
-                for flat in lane.flats
+                (size, [(names[id(p)], start, tuple(p.shape), tuple(p.stride())) for p, start in places])
+                for size, places in lane
             ]
-            for lane in gossip.lanes
+            for lane in mixed.lanes
         ],
     }
 
 
 def values_of(state: State) -> dict[str, Any]:
-    """What counts as this worker's model: asynchronous gossip keeps the parameters beside those that the last gradient
-    was taken at."""
+    """Return this worker's model. Asynchronous gossip keeps its parameters apart from those of the last gradient."""
     values = dict(state["model"])
     if state["gossip"] is None:
         return values
@@ -99,8 +93,10 @@ def values_of(state: State) -> dict[str, Any]:
 
 
 def shares(group: Sequence[int], workers: int, before: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
-    """Of whom, and by how much, the replica of the workers `group` (consecutive, of `workers`) is made: pairs of the
-    first worker of an earlier group and its weight. The weights sum to 1."""
+    """Return the old replicas that the new replica of `group` is averaged from: pairs (first worker, weight).
+
+    `group` holds consecutive workers of `workers`, and `before` the old groups. The weights sum to 1.
+    """
     n = sum(len(g) for g in before)
     low, high = group[0] * n / workers, (group[-1] + 1) * n / workers
     found = []
@@ -113,8 +109,11 @@ def shares(group: Sequence[int], workers: int, before: Sequence[Sequence[int]]) 
 
 
 def blend(states: Sequence[State], weights: Sequence[float]) -> State:
-    """One worker's state out of several. Parameters that are mixed, floating-point buffers and the optimizer's
-    tensors are averaged, integer buffers take the maximum, all else is that of the worker with the largest weight."""
+    """Average the states of several workers into one.
+
+    Mixed parameters, floating-point buffers and the optimizer's tensors are averaged; integer buffers take the maximum;
+    everything else comes from the worker with the largest weight.
+    """
     at = max(range(len(states)), key=weights.__getitem__)
     main = states[at]
     if len(states) == 1:
@@ -131,7 +130,7 @@ def blend(states: Sequence[State], weights: Sequence[float]) -> State:
 
 
 def kept_local(state: State) -> set[str]:
-    """What every worker has for itself: parameters that are not mixed, and the buffers with buffers="local"."""
+    """Return what each worker keeps for itself: parameters that are not mixed, and buffers with buffers="local"."""
     mixed = state["mixed"]
     if mixed is None:
         return set()
@@ -148,7 +147,7 @@ def _blend_models(models: Sequence[State], weights: Sequence[float], at: int, lo
 
 
 def _blend_optimizers(saved: Sequence[State], weights: Sequence[float], at: int, mixed: list[int] | None) -> State:
-    """A parameter's moments are averaged where all have them at the same count of an accumulation."""
+    """Average the moments of each parameter that all workers have at the same count of an accumulation."""
     states = {}
     for index, own in saved[at]["state"].items():
         others = [s["state"].get(index) for s in saved]
@@ -179,7 +178,7 @@ def _average(values: Sequence[Any], weights: Sequence[float], at: int) -> Any:
 
 
 def random_state() -> State:
-    """The global generators of torch, Python and (if it is in use) numpy."""
+    """Return the states of the global generators of torch, Python and, if it is imported, numpy."""
     state: State = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -190,6 +189,7 @@ def random_state() -> State:
 
 
 def set_random_state(state: State) -> None:
+    """Set the global generators to the states of `random_state`."""
     torch.set_rng_state(state["torch"])
     version, inner, gauss = state["python"]
     random.setstate((version, tuple(inner), gauss))

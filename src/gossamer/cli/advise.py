@@ -1,4 +1,4 @@
-"""`gossamer advise`: will gossip be faster on this cluster, with which method, and what to write."""
+"""`gossamer advise`: whether gossip is faster on a cluster, with which method, and the line of code for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def advise(
     as_json: Json = False,
 ) -> None:
     """Rank every topology, algorithm, wire and bucket plan for a cluster, and recommend one, or DDP."""
-    from rich.text import Text  # a method's colons are no emoji
+    from rich.text import Text  # a method's colons are not emoji
 
     from gossamer.cli.simulate import cluster_from
     from gossamer.predict.advise import advise as make
@@ -53,7 +53,7 @@ def advise(
         Text(f"{chosen['method']}: saves {chosen['saving']:.0%} of the step time", style="bold"),
         Text(chosen["why"]),
     )
-    typer.echo(f"\n    {chosen['line']}\n")  # to be copied: never wrapped
+    typer.echo(f"\n    {chosen['line']}\n")  # never wrapped, so that it can be copied
     print_rich(
         f"The best of {len(advice.table)} (to 1e-3: until differences between workers shrink to a thousandth):",
         rows,

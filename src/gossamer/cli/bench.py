@@ -1,4 +1,4 @@
-"""`gossamer bench`: methods beside each other on a cluster made on this machine."""
+"""`gossamer bench`: measure methods side by side on a cluster emulated on this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 app = command_app()
 
 STEPS, REPEATS = 20, 3
-CLUSTER_STEPS, CLUSTER_REPEATS, CLUSTER_BUCKETS = 10, 2, (8,)  # big clusters' steps are long: ten minutes in all
+CLUSTER_STEPS, CLUSTER_REPEATS, CLUSTER_BUCKETS = 10, 2, (8,)  # steps of large clusters are long: ten minutes in total
 METHODS = "ddp,ddp:bf16,decent-dp:aer,dadam:aer,dadam:aer:bf16"
 EXAMPLE = (
     "Examples: gossamer bench --nodes 4 --per-node 2 --link 50mbit --compute 0.4 --model-mb 4 | "
@@ -46,7 +46,7 @@ def bench(
     links: Annotated[
         str | None, typer.Option(metavar="LIST", help="Pairs of nodes that differ: 0-3=10mbit,1-2=none.")
     ] = None,
-    compute: Annotated[float | None, typer.Option(metavar="S", help="Seconds a step computes, on average.")] = None,
+    compute: Annotated[float | None, typer.Option(metavar="S", help="Mean seconds of compute per step.")] = None,
     model_mb: Annotated[float | None, typer.Option(metavar="MB", help="Parameters in MB (1e6 bytes).")] = None,
     layers: Annotated[int, typer.Option(help="Layers of the emulated model.")] = 8,
     jitter: Annotated[str | None, typer.Option(metavar="TEXT", help="none, lognormal:0.3, slow-worker:4, ...")] = None,
@@ -63,12 +63,14 @@ def bench(
         float | None, typer.Option(metavar="S", help="Run each method for this long instead of --steps.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the compute times, equal for all methods.")] = 0,
-    staleness: Annotated[int, typer.Option(help="Gossamer: steps that may go on without their exchange.")] = 0,
-    every: Annotated[int, typer.Option(help="Gossamer: mix every so many steps.")] = 1,
+    staleness: Annotated[
+        int, typer.Option(help="Gossamer: steps that may proceed while a late exchange is in flight.")
+    ] = 0,
+    every: Annotated[int, typer.Option(help="Gossamer: steps between two exchanges.")] = 1,
     bucket_mb: Annotated[
-        float | None, typer.Option(metavar="MIB", help="One bucket size for all, instead of everyone's best.")
+        float | None, typer.Option(metavar="MIB", help="One bucket size for all methods, instead of the best of each.")
     ] = None,
-    sweep: Annotated[bool, typer.Option(help="Look for everyone's best bucket size first.")] = True,
+    sweep: Annotated[bool, typer.Option(help="First look for the best bucket size of each method.")] = True,
     network: Annotated[
         str | None, typer.Option(metavar="KIND", help="namespaces, paced or loopback; see docs/lab.md.")
     ] = None,
@@ -79,7 +81,7 @@ def bench(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a record: raw samples, table, charts.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure step times of methods beside each other, on nodes and links made on this machine."""
+    """Measure the step times of methods side by side, on nodes and links emulated on this machine."""
     from gossamer.lab.bench import BUCKETS, SWEEP_STEPS, BenchPlan, expected, run_bench
     from gossamer.predict.methods import parse_list
     from gossamer.report.plots import check_matplotlib, check_output
@@ -106,7 +108,7 @@ def bench(
     setup, note = _setup(cluster, nodes, per_node, link, links, compute, model_mb, layers, jitter, network)
     if not as_json:
         print(_duration(*expected(setup, chosen, plan)), file=sys.stderr)
-    machine = environment()  # before: the load that others cause
+    machine = environment()  # before the run: the load of other programs
     with _progress(quiet=as_json) as tell:
         measured = run_bench(setup, chosen, plan, tell)
     data = finite({**measured, "environment": machine})
@@ -131,7 +133,7 @@ def _setup(
     jitter: str | None,
     network: str | None,
 ) -> tuple[Setup, str]:
-    """What to run on, and a note where that is not what was asked for."""
+    """Return the setup, and a note if it is not what was asked for."""
     from gossamer.cli.simulate import cluster_from
     from gossamer.lab.bench import Setup, dilated, parse_links
     from gossamer.lab.namespaces import why_unavailable
@@ -168,12 +170,12 @@ def _setup(
 
 def _duration(runs: int, seconds: float) -> str:
     long = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-    return f"{runs} runs, at least {long}"
+    return f"{runs} run{'s' * (runs != 1)}, at least {long}"
 
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal, a line a run elsewhere; on standard error, so that it is not part of the answer."""
+    """Show a bar on a terminal, else one line per run, on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -206,8 +208,8 @@ def _write(
 
 
 def _shown(data: dict[str, Any], setup: Setup) -> Iterator[Any]:
-    """The table for people, and what they must know to read it."""
-    from rich.text import Text  # a method's colons are no emoji
+    """Yield the table and notes on how to read it."""
+    from rich.text import Text  # a method's colons are not emoji
 
     from gossamer.lab.bench import format_links
     from gossamer.report.bench import ideal_words
@@ -246,7 +248,7 @@ def _shown(data: dict[str, Any], setup: Setup) -> Iterator[Any]:
             yield Text(f"{r['method']}: INVALID, {r['invalid_because']}", style="bold red")
         elif data["plan"]["seconds"] is not None:
             rates = ", ".join(f"{x:.2f}" for x in r["steps_per_second_by_worker"])
-            yield Text(f"{r['method']}: steps a second by worker {rates}")
+            yield Text(f"{r['method']}: steps per second by worker {rates}")
     best = data["ideal"]
     if best["speedup_vs_ddp"] and best["speedup_vs_ddp"] > 1.001:
         yield Text(f"With this jitter and free links: {ideal_words(data)}.")

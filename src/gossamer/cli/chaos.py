@@ -1,4 +1,4 @@
-"""`gossamer chaos`: kill, stop, cut off, slow down and replace workers of a training run, and see what survives."""
+"""`gossamer chaos`: kill, stop, cut off, slow down and replace workers of a training run, and judge the result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXAMPLE = (
     "gossamer chaos --seconds 600 --faults 20 --calm-runs 3 --ddp --out record | "
     "gossamer chaos --faults 0 --seconds 900 --nodes 1 --per-node 4"
 )
-RAW = ("lives", "stalls", "rejoins", "stats", "hung", "ended")  # in the record only
+RAW = ("lives", "stalls", "rejoins", "stats", "hung", "ended")  # only in the record
 
 
 @app.command(epilog=EXAMPLE, no_args_is_help=False)
@@ -34,19 +34,23 @@ def chaos(
     nodes: Nodes = None,
     per_node: PerNode = None,
     seconds: Annotated[float, typer.Option(metavar="S", help="Length of a run.")] = 120.0,
-    faults: Annotated[int, typer.Option(help="Faults in that time; 0 is a soak: memory must stay flat.")] = 6,
+    faults: Annotated[int, typer.Option(help="Number of faults; 0 is a soak test: memory must not grow.")] = 6,
     seed: Annotated[int, typer.Option(help="Seed of the faults and of the training.")] = 1,
-    calm_runs: Annotated[int, typer.Option(help="Runs without faults, for the loss they end with.")] = 1,
+    calm_runs: Annotated[int, typer.Option(help="Runs without faults, whose final loss is compared.")] = 1,
     calm_from: Annotated[
         list[Path] | None,
         typer.Option(metavar="DIR", help="A record of --faults 0 instead of a calm run; may be repeated."),
     ] = None,
     ddp: Annotated[bool, typer.Option("--ddp", help="Try torch's DDP under the first fault as well.")] = False,
     method: Annotated[str, typer.Option(metavar="METHOD", help="NAME[:TOPOLOGY[:WIRE]].")] = "dadam:aer",
-    compute: Annotated[float, typer.Option(metavar="S", help="Seconds a step computes (emulated).")] = 0.15,
+    compute: Annotated[float, typer.Option(metavar="S", help="Emulated seconds of compute per step.")] = 0.15,
     link: Annotated[str, typer.Option(metavar="RATE", help="Every node's link: 100mbit, or none.")] = "100mbit",
-    soft_deadline: Annotated[float, typer.Option(metavar="S", help="A step goes on without a late neighbor.")] = 0.5,
-    hard_deadline: Annotated[float, typer.Option(metavar="S", help="A silent neighbor is taken for dead.")] = 5.0,
+    soft_deadline: Annotated[
+        float, typer.Option(metavar="S", help="Seconds that a step waits for a late neighbor.")
+    ] = 0.5,
+    hard_deadline: Annotated[
+        float, typer.Option(metavar="S", help="Seconds of silence after which a worker counts as dead.")
+    ] = 5.0,
     network: Annotated[
         str | None, typer.Option(metavar="KIND", help="namespaces, or loopback (no cuts); see docs/lab.md.")
     ] = None,
@@ -86,7 +90,7 @@ def chaos(
         hard=hard_deadline,
         network="loopback" if reason or network == "loopback" else "namespaces",
     )
-    planned = asked.plan  # bad input is told before anything starts
+    planned = asked.plan  # bad input is an error before anything starts
     if reason or (network == "loopback" and planned):
         note = f"cuts and slow links are skipped: {reason}" if reason else "cuts and slow links are skipped on loopback"
         print(f"gossamer: {note}", file=sys.stderr)
@@ -105,7 +109,7 @@ def chaos(
 
 
 def _final_loss(folder: Path) -> float:
-    """Of an earlier run without faults."""
+    """Return the final loss of an earlier run without faults."""
     try:
         told = json.loads((folder / "record.json").read_text())
         loss, faults = told["final_loss"], told["faults"]
@@ -120,7 +124,7 @@ def _final_loss(folder: Path) -> float:
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str, float, float], None]]:
-    """A bar on a terminal, a line an event elsewhere; on standard error, so that it is not part of the answer."""
+    """Show a bar on a terminal, else one line per event, on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,4 +1,4 @@
-"""`gossamer simulate --consensus`: asynchronous gossip in virtual time, A2CiD2 beside AD-PSGD on one graph."""
+"""`gossamer simulate --consensus`: A2CiD2 and AD-PSGD on one graph, in virtual time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gossamer.topology import Layout
 
 POINTS = 200  # of a curve in the output
-MAX_WORKERS = 4096  # beyond, a study in plain Python takes hours
+MAX_WORKERS = 4096  # with more workers a study in plain Python takes hours
 MAX_RUNS, MAX_UNITS = 4096, 1_000_000
 LONGEST = 2000.0  # time units without --steps
 SETTLED = 4.0  # relaxation times of AD-PSGD, before the half that counts as stationary
@@ -41,7 +41,7 @@ def consensus(
     if layout.n > MAX_WORKERS:
         raise InputError(f"--consensus simulates every exchange of at most {MAX_WORKERS} workers, got {layout.n}")
     if not 0 < rate < float("inf"):
-        raise InputError(f"--rate must be a positive number of exchanges a gradient, got {rate}; 1 is usual")
+        raise InputError(f"--rate must be a positive number of exchanges per gradient, got {rate}; 1 is usual")
     if not 1 <= runs <= MAX_RUNS:
         raise InputError(f"--runs must be from 1 to {MAX_RUNS} independent runs, got {runs}; 16 are usual")
     if seed < 0:
@@ -127,7 +127,7 @@ def _points(curve: ConsensusCurve) -> dict[str, Any]:
 
 
 def _averaging(pair: list[ConsensusCurve], epsilon: float) -> dict[str, float | None]:
-    """Exchanges until the distance of white values is `epsilon` of what it was; None if it did not get there."""
+    """Return the exchanges until the distance of white values is `epsilon` of its start; None if never."""
     reached = {c.algorithm: c.communications_to(epsilon * c.distance[0]) for c in pair}
     return {a: value if value == value else None for a, value in reached.items()}
 

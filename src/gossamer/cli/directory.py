@@ -1,4 +1,4 @@
-"""`gossamer directory`: the meeting place of a job that outlives its workers."""
+"""`gossamer directory`: host the directory of an elastic job."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ app = command_app()
 
 @app.command(epilog="Example: gossamer directory --port 29400")
 def directory(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on (0: a free one, which is told).")],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free port and prints it.")
+    ],
     address: Annotated[
-        str, typer.Option(metavar="IP", help="Listen on the interface with this address only; 0.0.0.0 is all.")
+        str, typer.Option(metavar="IP", help="Address to listen on; 0.0.0.0 is all interfaces.")
     ] = "0.0.0.0",
     as_json: Json = False,
 ) -> None:
-    """Host the directory of a job with on_failure="continue" until Ctrl-C: it holds addresses and who is a member.
+    """Host the directory of a job with on_failure="continue" until Ctrl-C: its members and their addresses.
 
-    Run one for each job, on a host that stays: training goes on without it, but nobody can join meanwhile.
+    Run one per job, on a host that stays up: without the directory training continues, but no worker can join.
     """
     from gossamer.comm.tcp.directory import host
 
@@ -40,8 +42,8 @@ def directory(
     if as_json:
         print_json({"address": where, "port": hosted.port})
     else:
-        print_rich(f"directory at {where}; for every worker: export GOSSAMER_DIRECTORY={where}   (Ctrl-C ends it)")
-    sys.stdout.flush()  # whoever reads this through a pipe waits for it
+        print_rich(f"directory at {where}; for every worker: export GOSSAMER_DIRECTORY={where}   (Ctrl-C to stop)")
+    sys.stdout.flush()  # a program that reads this through a pipe waits for it
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:

@@ -1,4 +1,4 @@
-"""`gossamer doctor`: what this machine has, what is missing, and how to get it."""
+"""`gossamer doctor`: check what this machine has, what is missing, and how to install it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OLDEST_TORCH = (2, 6)
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at; `needed` ones decide whether Gossamer is usable here; `remedy` is for when it is not ok."""
+    """One check. Gossamer is usable here if all `needed` checks are ok; `remedy` says what to do if one is not."""
 
     area: str
     name: str
@@ -120,7 +120,7 @@ def _machine_checks() -> Iterator[Check]:
 
 
 def _lab_checks() -> Iterator[Check]:
-    """Make a namespace and a shaped link for real, and remove them."""
+    """Make a real namespace and a shaped link, and remove them."""
     name = f"gossamer-doctor-{os.getpid()}"
     with contextlib.ExitStack() as stack:
         problem = _run("ip", "netns", "add", name)
@@ -136,7 +136,7 @@ def _lab_checks() -> Iterator[Check]:
 
 
 def _run(*command: str) -> str | None:
-    """None when the command worked, else its complaint."""
+    """Run a command; returns None if it worked, else its error message."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:

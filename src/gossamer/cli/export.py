@@ -1,4 +1,4 @@
-"""`gossamer export`: the consensus model of a run as a plain state_dict."""
+"""`gossamer export`: write the consensus model of a run as a plain state_dict."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run of gossamer train, or a folder of checkpoints.")],
     output: Output,
     step: Annotated[
-        int | None, typer.Option(metavar="K", help="The checkpoint of this step (else the newest).")
+        int | None, typer.Option(metavar="K", help="Step of the checkpoint. By default the newest.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the mean model over all workers; torch.load(FILE, weights_only=True) reads it without Gossamer."""
+    """Write the mean model of all workers; torch.load(FILE, weights_only=True) reads it without Gossamer."""
     import torch
 
     from gossamer.checkpoint import consensus
@@ -37,7 +37,7 @@ def export(
     try:
         torch.save(model, beside)
         beside.replace(output)
-    except (OSError, RuntimeError) as error:  # torch raises the latter where it cannot open the file
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if it cannot open the file
         beside.unlink(missing_ok=True)
         said = getattr(error, "strerror", None) or str(error).splitlines()[0].rstrip(".")
         raise InputError(f"cannot write {output}: {said}; choose another --output") from None

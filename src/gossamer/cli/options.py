@@ -1,4 +1,4 @@
-"""Options that commands share, above all how a layout is written; and how a command file starts."""
+"""Options that several commands share, such as the layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gossamer.errors import InputError
 if TYPE_CHECKING:
     from gossamer.topology import Layout
 
-MAX_WORKERS = 65536  # a mistyped number should be an answer, not a machine out of memory
+MAX_WORKERS = 65536  # a mistyped number must not exhaust the memory
 
 Nodes = Annotated[str | None, typer.Option("--nodes", metavar="M", help="Number of nodes (hosts).")]
 PerNode = Annotated[
@@ -25,19 +25,19 @@ Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Th
 
 
 def command_app(**settings: Any) -> typer.Typer:
-    """The `app` of a command file."""
+    """Return the `app` of a command file."""
     return typer.Typer(add_completion=False, no_args_is_help=True, **settings)
 
 
 def layout_from(nodes: int | str | None, per_node: str | None, n: int | str | None) -> Layout:
-    """The layout that `--nodes`, `--per-node` and `--n` describe together, as numbers or as a user wrote them."""
+    """Return the layout that `--nodes`, `--per-node` and `--n` describe."""
     from gossamer.topology import Layout
 
     if n is not None:
         if nodes is not None or per_node is not None:
             other = "--nodes" if nodes is not None else "--per-node"
             raise InputError(
-                f"--n {n} puts all workers on one node and cannot go with {other}; "
+                f"--n {n} puts all workers on one node and cannot be combined with {other}; "
                 "write either --n, or --nodes with --per-node"
             )
         return Layout.flat(_count("--n", n))

@@ -1,4 +1,4 @@
-"""How commands print: strict JSON for machines, plain tables for people."""
+"""Printing: strict JSON for machines, plain tables for people."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """Print strict JSON, a key a line and an entry of a list of objects a line; what is not finite becomes null."""
+    """Print strict JSON, one line per key and per object of a list; numbers that are not finite become null."""
     typer.echo("{\n" + ",\n".join(f"  {json.dumps(k)}: {_compact(v)}" for k, v in finite(value).items()) + "\n}")
 
 
@@ -26,13 +26,13 @@ def _compact(value: Any) -> str:
 
 
 def table(*columns: str) -> Table:
-    """An empty table; print it with `print_rich`. Cells are markup: escape brackets."""
+    """Return an empty table for `print_rich`. Cells are markup, so escape brackets."""
     from rich import box
     from rich.table import Table
 
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for k, column in enumerate(columns):
-        made.add_column(column, no_wrap=k == 0)  # names stay whole
+        made.add_column(column, no_wrap=k == 0)  # names are not wrapped
     return made
 
 
@@ -40,6 +40,6 @@ def print_rich(*what: Any) -> None:
     """Print tables and lines of text to standard output."""
     from rich.console import Console
 
-    console = Console(highlight=False, emoji=False)  # a method such as ddp:ring:bf16 is no emoji
+    console = Console(highlight=False, emoji=False)  # a method such as ddp:ring:bf16 is not an emoji
     for each in what:
         console.print(each, soft_wrap=isinstance(each, str))

@@ -21,14 +21,16 @@ def probe(
     out: Annotated[Path, typer.Option("-o", "--out", help="Cluster file to write (.toml).")] = Path("cluster.toml"),
     compute: Annotated[
         str | None,
-        typer.Option(metavar="WHAT", help="Seconds a step, a file of gossamer.probe(), or a trace folder."),
+        typer.Option(metavar="WHAT", help="Seconds per step, a file of gossamer.probe(), or a trace folder."),
     ] = None,
     model_mb: Annotated[float | None, typer.Option(metavar="S", help="Parameters in MB (1e6 bytes).")] = None,
-    seconds: Annotated[float, typer.Option(help="Time to measure each bandwidth for.")] = 0.5,
+    seconds: Annotated[float, typer.Option(help="Seconds to measure each bandwidth.")] = 0.5,
     nodes: Nodes = None,
     per_node: PerNode = None,
     n: N = None,
-    link: Annotated[str | None, typer.Option(metavar="RATE", help="In the lab: the links between nodes.")] = None,
+    link: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Rate of the links between nodes, in the lab.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure links and all-reduce under torchrun or Slurm (or in the lab), and write a cluster file."""

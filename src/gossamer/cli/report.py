@@ -1,4 +1,4 @@
-"""`gossamer report`: what the runs in a folder say, as a table, a web page, Markdown or CSV."""
+"""`gossamer report`: compare the runs in a folder, as a table, a web page, Markdown or CSV."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def report(
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
-    from rich.text import Text  # a method's colons are no emoji
+    from rich.text import Text  # a method's colons are not emoji
 
     metric = rows[0]["metric"]
     columns = [
@@ -84,4 +84,4 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             "-" if r["waiting"] is None else f"{r['waiting']:.0%}",
             f"{r['consensus_distance']:.2g}",
         )
-    Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(made)  # a file has room
+    Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(made)  # a file has no width

@@ -44,29 +44,35 @@ def simulate(
         str | None, typer.Option(metavar="NAME|FILE", help="A preset (a40, a100, t4) or a .toml or .json file.")
     ] = None,
     gamma: Annotated[
-        float | None, typer.Option(help="Without a cluster: all-reduce time over the mean compute time.")
+        float | None, typer.Option(help="Without a cluster: all-reduce time, relative to the mean compute time.")
     ] = None,
-    omega: Annotated[float, typer.Option(help="Time of a gossip exchange across nodes over all-reduce.")] = 1.0,
-    sigma: Annotated[float | None, typer.Option(help="Gaussian jitter of the compute time, over its mean.")] = None,
+    omega: Annotated[
+        float, typer.Option(help="Time of a gossip exchange between nodes, relative to an all-reduce.")
+    ] = 1.0,
+    sigma: Annotated[
+        float | None, typer.Option(help="Gaussian jitter of the compute time, relative to its mean.")
+    ] = None,
     jitter: Annotated[str | None, typer.Option(metavar="TEXT", help="Any jitter, e.g. lognormal:0.3.")] = None,
     model_mb: Annotated[float | None, typer.Option(metavar="S", help="Parameters in MB (1e6 bytes).")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps to simulate.", show_default="400")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the compute times.")] = 0,
-    buckets: Annotated[int | None, typer.Option(help="Buckets a step.")] = None,
+    buckets: Annotated[int | None, typer.Option(help="Buckets per step.")] = None,
     stagger: Annotated[bool | None, typer.Option(help="Let bucket b follow the schedule at phase k+b.")] = None,
-    hierarchical: Annotated[bool | None, typer.Option(help="Cross the slow links once a node.")] = None,
-    in_flight: Annotated[int | None, typer.Option(help="Buckets exchanged at once.")] = None,
-    staleness: Annotated[int, typer.Option(help="Steps that may go on without their exchange.")] = 0,
-    every: Annotated[int, typer.Option(help="Mix every so many steps.")] = 1,
+    hierarchical: Annotated[bool | None, typer.Option(help="Send across the slow links once per node.")] = None,
+    in_flight: Annotated[int | None, typer.Option(help="Buckets exchanged at the same time.")] = None,
+    staleness: Annotated[int, typer.Option(help="Steps that may proceed while a late exchange is in flight.")] = 0,
+    every: Annotated[int, typer.Option(help="Steps between two exchanges.")] = 1,
     atc: Annotated[bool, typer.Option("--atc", help="Adapt, then combine: no overlap.")] = False,
-    rate: Annotated[float, typer.Option(help="Asynchronous methods: exchanges a worker and mean compute time.")] = 1.0,
+    rate: Annotated[
+        float, typer.Option(help="Asynchronous methods: exchanges per worker and mean compute time.")
+    ] = 1.0,
     scaling: Annotated[str | None, typer.Option(metavar="LIST", help="Also for these numbers of nodes: 2,4,8.")] = None,
     consensus: Annotated[
         bool,
         typer.Option("--consensus", help="Asynchronous methods: consensus distance; --scaling then lists workers."),
     ] = False,
     runs: Annotated[int, typer.Option(help="With --consensus: independent runs.")] = 16,
-    epsilon: Annotated[float, typer.Option(help="With --consensus: how small the distance is to become.")] = 0.1,
+    epsilon: Annotated[float, typer.Option(help="With --consensus: relative distance to reach.")] = 0.1,
     trace: Annotated[Path | None, _file("--trace", "Write one method's timeline for Perfetto.")] = None,
     trace_steps: Annotated[int, typer.Option(help="Steps in timelines.")] = 8,
     html: Annotated[Path | None, _file("--html", "Write the timelines as a web page.")] = None,
@@ -108,7 +114,7 @@ def simulate(
     if trace is not None and len(chosen) > 1:
         raise InputError("--trace writes one method's timeline; pass one --method, or use --html for several")
     if contour is not None and gamma is None and cluster is None:
-        gamma = 1.0  # the picture spans γ anyway
+        gamma = 1.0  # the picture covers a range of γ
     setting = _setting(cluster, nodes, per_node, n, gamma, omega, sigma, jitter, model_mb)
     asked: dict[str, Any] = {"staleness": staleness, "every": every, "combine": "atc" if atc else "awc"}
     named = {"buckets": buckets, "stagger": stagger, "hierarchical": hierarchical, "in_flight": in_flight}
@@ -181,7 +187,7 @@ def _setting(
 def cluster_from(
     source: str, nodes: str | None, per_node: str | None, n: str | None, jitter: str | None, model_mb: float | None
 ) -> ClusterSpec:
-    """A preset or file, with what the options change."""
+    """Load a preset or a file, and apply the options."""
     from gossamer.predict.cluster import load
 
     cluster = load(source)
@@ -197,7 +203,7 @@ def cluster_from(
 
 
 def _layout_on(own: Layout, nodes: str | None, per_node: str | None, n: str | None) -> Layout:
-    """What the options say, the cluster's own numbers where they say nothing."""
+    """Return the layout of the options, with the cluster's own numbers where an option is missing."""
     if n is None and per_node is None and len(set(own.per_node)) == 1:
         per_node = str(own.per_node[0])
     if n is None and nodes is None and per_node is not None and "," not in per_node:
@@ -309,7 +315,7 @@ def _contour(path: Path, chosen: tuple[Method, ...], layout: Layout, seed: int) 
 
 
 def _print(setting: Setting, rows: list[dict[str, Any]], curve: list[dict[str, Any]]) -> None:
-    from rich.text import Text  # a method's colons are no emoji
+    from rich.text import Text  # a method's colons are not emoji
 
     facts = _describe(setting)
     seconds = facts["unit"] == "s"

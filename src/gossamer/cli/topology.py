@@ -15,12 +15,12 @@ from gossamer.errors import InputError
 if TYPE_CHECKING:
     from gossamer.topology import Round, Topology
 
-app = command_app(help="Topologies: who averages with whom in every round.")
+app = command_app(help="Topologies: which workers average with each other in every round.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A family as in 'aer' or 'base(k=2)', or a .json file.")]
-K = Annotated[int | None, typer.Option("--k", metavar="K", help="Peers a round, for families that take k (base).")]
+K = Annotated[int | None, typer.Option("--k", metavar="K", help="Peers per round, for families that take k (base).")]
 
-MATRIX_LIMIT = 64  # workers; above, JSON leaves the matrices out
+MATRIX_LIMIT = 64  # workers; with more, JSON leaves the matrices out
 LISTED_IN_JSON = 1 << 20  # workers times rounds
 LISTED_IN_TABLE = 16  # rounds
 LISTED_GROUPS = 16
@@ -29,7 +29,7 @@ GREEK = {"χ1": "chi1", "χ2": "chi2", "η": "eta", "α̃": "alpha_tilde"}
 
 @app.command("list", epilog="Example: gossamer topology list --nodes 4 --per-node 4")
 def list_(nodes: Nodes = None, per_node: PerNode = None, n: N = None, as_json: Json = False) -> None:
-    """List the families; with a layout, how each of them averages there and what it sends."""
+    """List the families; with a layout, also how fast each one averages and what it sends."""
     from gossamer.topology import analyze, build, entries
 
     if nodes is None and per_node is None and n is None:
@@ -89,7 +89,7 @@ def plot(
     k: K = None,
     as_json: Json = False,
 ) -> None:
-    """Draw a topology, a panel a round, to an .svg, .png or .html file."""
+    """Draw a topology to an .svg, .png or .html file, one panel per round."""
     from gossamer.report.plots import draw_topology
 
     drawn = draw_topology(_topology(name, nodes, per_node, n, k), output)
@@ -105,7 +105,9 @@ def _topology(name: str, nodes: str | None, per_node: str | None, n: str | None,
     is_file = name.endswith(".json")
     if k is not None:
         if is_file or "(" in name:
-            raise InputError(f"--k {k} cannot go with {name!r}; write all options in the name, as in 'base(k=2)'")
+            raise InputError(
+                f"--k {k} cannot be combined with {name!r}; write all options in the name, as in 'base(k=2)'"
+            )
         name = f"{name}(k={k})"
     if is_file and nodes is None and per_node is None and n is None:
         return from_json(Path(name))
@@ -173,7 +175,7 @@ def _exactness(figures: dict[str, Any]) -> str:
 
 
 def _groups(made: Round) -> str:
-    """Groups as ranges of ranks, those of one worker counted."""
+    """Return the groups as ranges of ranks, and the number of workers that average with no other."""
     groups = [g for g in made.groups if len(g) > 1]
     alone = len(made.groups) - len(groups)
     text = "  ".join(_ranks(g) for g in groups[:LISTED_GROUPS])
@@ -187,7 +189,7 @@ def _groups(made: Round) -> str:
 
 
 def _ranks(group: tuple[int, ...]) -> str:
-    """Ranks with runs of three and more as a range: `0-3+8-11`."""
+    """Return the ranks, with three or more consecutive ones as a range: `0-3+8-11`."""
     runs: list[list[int]] = []
     for worker in group:
         if runs and worker == runs[-1][1] + 1:

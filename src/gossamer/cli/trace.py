@@ -42,14 +42,14 @@ def merge(
         print_json({"output": str(output), **facts, "step_time": summary.step_time, **summary.seconds})
         return
     print_rich(
-        f"{output}: {trace.workers} workers, {summary.steps} steps, {summary.step_time * 1e3:.1f} ms a step, "
+        f"{output}: {trace.workers} workers, {summary.steps} steps, {summary.step_time * 1e3:.1f} ms per step, "
         f"{summary.seconds['waiting'] / (summary.step_time or 1.0):.1%} of it waiting"
     )
 
 
 @app.command(epilog="Example: gossamer trace diff predicted.json trace.json")
 def diff(predicted: Source, measured: Source, as_json: Json = False) -> None:
-    """Compare a predicted with a measured timeline: step time and seconds a step by kind of time."""
+    """Compare a predicted with a measured timeline: step time and seconds per step by kind of time."""
     from gossamer.trace import diff as compare
 
     rows = compare(_open(predicted), _open(measured))
@@ -57,7 +57,7 @@ def diff(predicted: Source, measured: Source, as_json: Json = False) -> None:
         entries = [{"what": r.what, "predicted": r.predicted, "measured": r.measured, "error": r.error} for r in rows]
         print_json({"step_time_error": rows[0].error, "rows": entries})
         return
-    made = table("a step", "predicted", "measured", "error")
+    made = table("per step", "predicted", "measured", "error")
     for r in rows:
         error = f"{r.error:+.1%}" if r.measured else "-"
         made.add_row(r.what, f"{r.predicted * 1e3:.2f} ms", f"{r.measured * 1e3:.2f} ms", error)
@@ -66,7 +66,7 @@ def diff(predicted: Source, measured: Source, as_json: Json = False) -> None:
 
 @app.command(epilog="Example: gossamer trace stragglers trace.json")
 def stragglers(trace: Source, as_json: Json = False) -> None:
-    """Who waited for whom: the workers and links that cost the most time."""
+    """List the workers and links that the others waited for the longest."""
     from gossamer.trace import stragglers as blame
 
     found = blame(_open(trace))
@@ -75,7 +75,7 @@ def stragglers(trace: Source, as_json: Json = False) -> None:
         print_json({"stragglers": [{k: getattr(b, k) for k in keys} for b in found]})
         return
     if not found:
-        print_rich("nobody waited")
+        print_rich("no worker waited")
         return
     made = table("cause", "cost", "of all time", "waits", "mostly by")
     for b in found:

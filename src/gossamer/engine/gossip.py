@@ -136,10 +136,6 @@ class Gossip:
         groups = [(w,) for w in range(self.control.layout.n)] if inside is None else inside.members
         return Participation(self.control.layout.n, (self.control.place,), tuple(tuple(g) for g in groups))
 
-    def departed(self) -> dict[int, str]:
-        """Participants of the latest collective call that have left the job, as {number: reason}."""
-        return {}
-
     def share(self, text: str) -> list[str]:
         """The texts of all participants, by number. Collective."""
         self._shared += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -34,6 +34,8 @@ class Participation:
     """Identifies the collective call in an elastic job, whose workers differ from call to call."""
     alone: bool = False
     """Other members exist but could not be reached, so this process met by itself."""
+    departed: Callable[[], dict[int, str]] = dict
+    """Returns the participants that have left the job since, as {number: reason}."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,6 @@ class GossipHandle(Protocol):
 
     def participation(self) -> Participation:
         """The workers that took part in the latest collective call."""
-
-    def departed(self) -> dict[int, str]:
-        """Participants of the latest collective call that have left the job, as {number: reason}."""
 
     def averaged(self) -> AbstractContextManager[nn.Module]:
         """Hold the mean of all workers inside the block. Collective."""

@@ -185,10 +185,6 @@ class VirtualCluster:
         everyone = tuple(range(self.layout.n))
         return Participation(self.layout.n, everyone, tuple((w,) for w in everyone))
 
-    def departed(self) -> dict[int, str]:
-        """Virtual workers do not leave: empty."""
-        return {}
-
     def share(self, text: str) -> list[str]:
         """The same text for every worker: all are in this process."""
         return [text] * self.layout.n

@@ -1,4 +1,4 @@
-"""Predicted time for training runs: the clock of virtual workers, and what stands beside a measured step time."""
+"""Predicted times of training runs: the clock of virtual workers, and predictions beside measured step times."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ TRACED = 6  # steps in a predicted timeline
 
 
 def described(source: str | Mapping[str, Any]) -> ClusterSpec:
-    """A preset, a file, or the description that an earlier clock holds."""
+    """Return the cluster of a preset, of a file, or of the description in an earlier clock."""
     from gossamer.predict.cluster import from_dict, load
 
     return load(source) if isinstance(source, str) else from_dict(source, "the cluster in the run's config.json")
 
 
 def described_cluster(source: str | Mapping[str, Any], per_node: Sequence[int]) -> ClusterSpec:
-    """The cluster's machines and model, with as many workers as the run has."""
+    """Return the cluster with as many workers as the run has."""
     from gossamer.topology import Layout
 
     return described(source).resized(Layout.of(per_node))
 
 
 def simulated_on(source: str | Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], Trace]:
-    """`simulated`, with the description of the cluster in the clock: what a run of another size is resumed by."""
+    """Like `simulated`, with the cluster's description in the clock, so that the run can be resumed at another size."""
     from gossamer.predict.methods import parse
 
     clock, trace = simulated(parse(config.method), config, described_cluster(source, config.per_node))
@@ -40,13 +40,13 @@ def simulated_on(source: str | Mapping[str, Any], config: RunConfig) -> tuple[di
 
 
 def simulated(method: Method, config: RunConfig, cluster: ClusterSpec) -> tuple[dict[str, Any], Trace]:
-    """The clock of a virtual run: the predicted step time on the cluster, and a predicted timeline."""
+    """Return the clock of a virtual run, with the predicted step time on the cluster, and a predicted timeline."""
     from gossamer.predict.predict import default_policy, predict, predicted_trace
     from gossamer.topology import Layout
 
     setting = _repeated(cluster, config.micro_batches)
     if config.exact_inside and method.algorithm != "ddp":
-        # A node is one replica whose compute is a DDP step of its workers, the largest node's; it sends the model once.
+        # A node is one replica. Its compute time is a DDP step of the largest node's workers; it sends the model once.
         mean = float(setting.compute.means(config.workers).mean())
         same: dict[str, Any] = {"reference_workers": None, "fixed_seconds": 0.0, "per_worker": None}
         node = setting.changed(compute={**same, "seconds": mean, "update_seconds": 0.0})
@@ -77,7 +77,7 @@ def simulated(method: Method, config: RunConfig, cluster: ClusterSpec) -> tuple[
 
 
 def _repeated(cluster: ClusterSpec, batches: int) -> ClusterSpec:
-    """With a step of so many batches: DDP's gradients become ready in the last one's backward pass."""
+    """Return the cluster for steps of several batches; DDP's gradients become ready in the last backward pass."""
     compute = cluster.compute
     many = None if compute.per_worker is None else tuple(batches * seconds for seconds in compute.per_worker)
     return cluster.changed(
@@ -91,8 +91,10 @@ def _repeated(cluster: ClusterSpec, batches: int) -> ClusterSpec:
 
 
 def predict_measured(groups: list[Group]) -> None:
-    """Beside each measured step time on shaped links the one that the runtime model predicts for them, with the compute
-    time that the workers had: the shortest step without waiting."""
+    """Write the predicted step time beside each one measured on shaped links.
+
+    The predicted compute time is the shortest measured step without waiting.
+    """
     from gossamer.lab import parse_rate
     from gossamer.predict.cluster import ClusterLinks, ClusterSpec, ComputeSpec, DdpSpec, LinkSpec, ModelSpec
     from gossamer.predict.predict import predict

@@ -1,12 +1,15 @@
-"""Stopping all workers after the same step, so that a checkpoint can be taken when the user asks for it.
+"""Stopping all workers after the same step, so that they can save a checkpoint when the user asks them to stop.
 
-A file `request` asks. Workers look for it before each step:
-- In lockstep (DDP) worker 0 decides: after k steps it writes k + 1 and goes on. Nobody can finish step k + 1 without
-  it, so everybody has seen the decision by then.
-- Gossiping workers may be some steps apart. Each posts its step and waits until all have; the latest is where all go
-  on to. Nobody waits in vain: what a waiting worker has sent is all that the others need to come to their next look.
-  A worker about to meet all others (to evaluate, say) posts its step before, for those that wait outside. One that
-  fails says so, and nobody waits for its step.
+A file `request` in the run's folder asks. Workers look for the file before each step:
+- In lockstep (DDP) worker 0 decides: after k steps it writes k + 1 and continues. No worker can finish step k + 1
+  without worker 0, so every worker has seen the decision by then.
+- Gossiping workers may be some steps apart. Each posts its step and waits until all have posted; all then continue to
+  the largest step. See Note [Why a stop does not deadlock].
+
+Note [Why a stop does not deadlock]
+A waiting worker has already sent all that the others need to reach their next look at the file. A worker that is about
+to make a collective call posts its step first, for workers that wait outside of the call. A worker that fails says so,
+and the others do not wait for its step.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Protocol
 
 from gossamer import GossamerError
 
@@ -23,6 +27,7 @@ POLL = 0.02  # seconds
 
 
 def folder_of(run: Path) -> Path:
+    """Return the folder in which the workers of a run agree to stop."""
     return run / "stop"
 
 
@@ -34,11 +39,28 @@ def request(run: Path) -> None:
 
 
 def clear(run: Path) -> None:
+    """Forget an earlier request."""
     shutil.rmtree(folder_of(run), ignore_errors=True)
 
 
-class Stop:
-    """One worker's view."""
+class Stop(Protocol):
+    """How a worker learns that it is to stop."""
+
+    def __call__(self, step: int) -> bool:
+        """Return whether to stop now, after `step` steps."""
+
+    def meeting(self, step: int) -> AbstractContextManager[None]:
+        """Enclose a collective call."""
+
+    def done(self, steps: int) -> None:
+        """This worker has taken all its steps, so the others need not wait for it to stop."""
+
+    def failed(self) -> None:
+        """This worker leaves with an error."""
+
+
+class StopTogether:
+    """One worker among others: all stop after the same step."""
 
     def __init__(self, run: Path, rank: int, workers: int, *, lockstep: bool):
         self._folder, self._rank, self._workers, self._lockstep = folder_of(run), rank, workers, lockstep
@@ -46,7 +68,6 @@ class Stop:
         self._at: int | None = None
 
     def __call__(self, step: int) -> bool:
-        """Whether to stop now, `step` steps being done."""
         if self._at is None and self._request.exists():
             if self._lockstep:
                 self._follow(step)
@@ -57,7 +78,6 @@ class Stop:
 
     @contextmanager
     def meeting(self, step: int) -> Iterator[None]:
-        """Around calls that need all workers."""
         if self._lockstep:
             yield
             return
@@ -67,15 +87,13 @@ class Stop:
             self._vote(self._rank).unlink(missing_ok=True)
 
     def done(self, steps: int) -> None:
-        """This worker has done all its steps: whoever asks for a stop now need not wait for it."""
         if not self._lockstep:
             self._post(steps)
 
-    def left(self) -> None:
-        """This worker leaves with an error."""
+    def failed(self) -> None:
         with suppress(OSError):
             self._folder.mkdir(exist_ok=True)
-            (self._folder / f"left-{self._rank:05d}").touch()
+            (self._folder / f"failed-{self._rank:05d}").touch()
 
     def _follow(self, step: int) -> None:
         if self._rank == 0:
@@ -89,10 +107,11 @@ class Stop:
         while True:
             with suppress(FileNotFoundError):
                 return max(int(v.read_text()) for v in votes)
-            for gone in self._folder.glob("left-*"):
+            for mark in self._folder.glob("failed-*"):
+                worker = int(mark.name.removeprefix("failed-"))
                 raise GossamerError(
-                    f"worker {int(gone.name[5:])} has left the run with an error, so no checkpoint is taken now; "
-                    "resume from the last complete one"
+                    f"worker {worker} has left the run with an error, so no checkpoint is saved now; resume from the "
+                    "last complete one"
                 )
             time.sleep(POLL)
 
@@ -110,7 +129,7 @@ class Stop:
 
 
 class StopHere:
-    """For workers that are all in this process."""
+    """The workers of this process: all stop when `asked` is set."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -118,19 +137,18 @@ class StopHere:
     def __call__(self, step: int) -> bool:
         return self.asked
 
-    @contextmanager
-    def meeting(self, step: int) -> Iterator[None]:
-        yield
+    def meeting(self, step: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def done(self, steps: int) -> None:
         pass
 
-    def left(self) -> None:
+    def failed(self) -> None:
         pass
 
 
 class StopAlone(StopHere):
-    """For a worker that survives the others, and they it: everybody stops when asked, at its own step."""
+    """A member of an elastic job: every member stops at its own step."""
 
     def __init__(self, run: Path) -> None:
         super().__init__()

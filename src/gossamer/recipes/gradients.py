@@ -1,4 +1,4 @@
-"""The gradients of the replicas in this process: one backward pass after the other, or all in one vectorized pass."""
+"""The gradients of the replicas in this process, by one backward pass per batch or by one vectorized pass."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ BatchesOf = Sequence[Sequence[Sequence[Any]]]  # by replica, member, micro-batch
 
 
 class Gradients(Protocol):
-    """Put the mean gradient over its batches into every replica; the mean loss of each replica."""
+    """Set the gradient of every replica to the mean over its batches; returns the mean loss of each replica."""
 
     def __call__(self, replicas: Sequence[Replica], batches: BatchesOf) -> list[float]: ...
 
 
 def precision(config: RunConfig) -> AbstractContextManager[Any]:
+    """Return the context of forward passes: bfloat16 with `amp`."""
     return torch.autocast("cpu", torch.bfloat16) if config.amp else contextlib.nullcontext()
 
 
 class Looped:
-    """A forward and a backward pass for each batch, each worker with random numbers of its own.
+    """One forward and one backward pass per batch; each worker has its own random numbers.
 
-    Workers that share a replica are torch's DDP in one process: the gradients are averaged, and the buffers that
-    remain are those of the first worker.
+    Workers that share a replica behave as under torch's DDP: their gradients are averaged, and the buffers of the first
+    worker are kept.
     """
 
     def __init__(self, task: Task, config: RunConfig):
@@ -70,7 +71,7 @@ class Looped:
 
     @staticmethod
     def _unsynchronized(replica: Replica, more: bool) -> AbstractContextManager[Any]:
-        """DDP averages gradients in the last micro-batch only."""
+        """Return a context in which DDP does not average gradients, if `more` micro-batches follow."""
         if more and isinstance(replica.forward, DistributedDataParallel):
             return replica.forward.no_sync()
         return contextlib.nullcontext()
@@ -88,8 +89,11 @@ class _Loss(nn.Module):
 
 
 class Batched:
-    """All replicas' gradients by `vmap` over stacked parameters; a step whose batches differ in shape is looped. Not
-    for models with buffers that change. Dropout differs between workers, with other random numbers than `Looped`."""
+    """The gradients of all replicas by `vmap` over stacked parameters. Not for models whose buffers change.
+
+    A step whose batches differ in shape is looped. Dropout differs between workers, with other random numbers than in
+    `Looped`.
+    """
 
     def __init__(self, task: Task, config: RunConfig):
         self.task, self.config, self._looped = task, config, Looped(task, config)
@@ -136,7 +140,7 @@ class _Unequal(Exception):
 
 
 def _stack(batches: Sequence[Any]) -> Any:
-    """Structures of tensors as one, with a new first dimension."""
+    """Stack structures of tensors along a new first dimension."""
     leaves, specs = zip(*(pytree.tree_flatten(b) for b in batches), strict=True)
     if any(s != specs[0] for s in specs):
         raise _Unequal
@@ -149,8 +153,10 @@ def _stack(batches: Sequence[Any]) -> Any:
 
 
 def choose(task: Task, config: RunConfig, replicas: Sequence[Replica]) -> tuple[Gradients, str]:
-    """The way to compute gradients, and its name (`on` or `off`, as in the configuration). `auto` tries both on a first
-    batch and keeps the faster one; streams, random numbers and gradients are then as before."""
+    """Choose how to compute gradients; returns it with its name in the configuration, `on` or `off`.
+
+    `auto` tries both on a first batch and keeps the faster one; streams, random numbers and gradients are restored.
+    """
     looped = Looped(task, config)
     if config.batched == "off" or sum(len(r.members) for r in replicas) == 1 or _changes(replicas[0].model):
         return looped, "off"
@@ -164,12 +170,12 @@ def choose(task: Task, config: RunConfig, replicas: Sequence[Replica]) -> tuple[
     for name, way in (("on", batched), ("off", looped)):
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # vmap warns where it falls back to a loop; the clock decides
+                warnings.simplefilter("ignore")  # vmap warns where it falls back to a loop; the measured time decides
                 way(replicas, batches)
                 began = time.perf_counter()
                 way(replicas, batches)
                 seconds[name] = time.perf_counter() - began
-        except (RuntimeError, ValueError, TypeError):  # what vmap raises where it does not know an operation
+        except (RuntimeError, ValueError, TypeError):  # what vmap raises for an operation that it does not support
             if name == "off":
                 raise
     for replica, at, state in zip(replicas, places, random, strict=True):
@@ -182,5 +188,5 @@ def choose(task: Task, config: RunConfig, replicas: Sequence[Replica]) -> tuple[
 
 
 def _changes(model: nn.Module) -> bool:
-    """Whether training moves buffers (running statistics), which a vectorized pass cannot."""
+    """Return whether training changes buffers (running statistics), which a vectorized pass cannot do."""
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats for m in model.modules())

@@ -25,7 +25,7 @@ _SOURCES = 20
 
 class Batch(NamedTuple):
     tokens: Tensor
-    """batch × (context + 1): each token but the last predicts the one after it."""
+    """batch × (context + 1): each token except the last predicts the next token."""
 
 
 class LanguageModel:
@@ -94,7 +94,7 @@ class LanguageModel:
                 scores = bare(tokens[:, :-1]).float()
                 total += F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum").item()
         loss = total / (count * self.options.context)
-        # A model that diverged has a loss beyond what exp can hold.
+        # The loss of a model that diverged may overflow exp.
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return {"loss": loss, "perplexity": perplexity, "bits_per_byte": loss / math.log(2) / self._bytes_per_token}
 
@@ -125,7 +125,7 @@ class LanguageModel:
         return np.array([token for line in lines for token in line], dtype=np.int32)
 
     def _windows(self, text: str) -> NDArray[np.integer]:
-        """The text cut into windows of context + 1 tokens; neighbors share one, so every token is predicted once."""
+        """Cut the text into windows of context + 1 tokens; neighbors share one, so every token is predicted once."""
         context = self.options.context
         tokens = self._encode(text)
         if len(tokens) <= context:
@@ -136,7 +136,7 @@ class LanguageModel:
         return np.lib.stride_tricks.sliding_window_view(tokens, context + 1)[::context]
 
     def _draw_shards(self, workers: int, seed: int) -> list[Indices]:
-        """Text has no labels: the corpus is cut into twentieths, as if they were different sources."""
+        """Cut the corpus into twentieths, as if they were different sources: text has no labels."""
         assert self._alpha is not None
         sources = np.arange(len(self._train)) * _SOURCES // len(self._train)
         return dirichlet_shards(sources, workers, alpha=self._alpha, seed=seed)

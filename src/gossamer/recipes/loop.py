@@ -1,4 +1,4 @@
-"""The training loop: one for every task, every method, real workers and virtual ones."""
+"""The training loop: the same for every task, every method, real workers and virtual workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from gossamer import GossamerError
 from gossamer.recipes.config import RunConfig
-from gossamer.recipes.graceful_stop import Stop, StopHere
+from gossamer.recipes.graceful_stop import Stop
 from gossamer.recipes.gradients import Gradients
 from gossamer.recipes.strategy import Strategy
 from gossamer.recipes.task import Task
@@ -25,7 +25,7 @@ class Diverged(GossamerError):
 
 @dataclass
 class Progress:
-    """How far a run is. Time counts training only, not evaluations and checkpoints."""
+    """How far a run is. Time covers training only, not evaluations and checkpoints."""
 
     step: int = 0
     seconds: float = 0.0
@@ -33,92 +33,98 @@ class Progress:
     bytes: float = 0.0
     waited: float = 0.0
     stopped: bool = False
-    unsaved: str = ""  # why the last checkpoint could not be written
-    evaluation: dict[str, Any] = field(default_factory=dict)  # the last one
+    unsaved: str = ""
+    """Why the last checkpoint could not be written."""
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    """The last evaluation."""
 
     def state_dict(self) -> dict[str, Any]:
         return {k: getattr(self, k) for k in ("step", "seconds", "units", "bytes", "waited")}
 
 
+@dataclass
+class EvaluateAndSave:
+    """What all workers do together after a step, as `Strategy.pause` calls it."""
+
+    task: Task
+    strategy: Strategy
+    progress: Progress
+    log: Callable[[Row], None]
+    saver: Callable[[Progress], None]
+    evaluates: bool
+    saves: bool
+    final: bool = False
+
+    def evaluate(self, inside: Callable[[], None] | None = None) -> None:
+        evaluation = evaluate(self.task, self.strategy, final=self.final, inside=inside)
+        if evaluation:
+            self.log({"step": self.progress.step, "seconds": self.progress.seconds, **evaluation})
+            self.progress.evaluation = evaluation
+
+    def advance(self) -> None:
+        self.progress.step = self.strategy.advanced(self.progress.step)
+
+    def save(self) -> None:
+        self.saver(self.progress)
+
+
 def train(
     task: Task,
-    crew: Strategy,
+    strategy: Strategy,
     config: RunConfig,
     gradients: Gradients,
     *,
     progress: Progress,
     log: Callable[[Row], None],
     save: Callable[[Progress], None],
-    stop: Stop | StopHere,
+    stop: Stop,
     clock: Clock | None = None,
 ) -> Progress:
     """Train from `progress.step` to `config.steps`.
 
-    `log` receives a row a step and a row an evaluation; `save` is called on every worker after the same step. With
-    `clock(k)`, the simulated time after k steps, `seconds` are not measured.
+    `log` receives one row per step and one per evaluation; `save` is called on every worker after the same step.
+    With `clock(k)`, the simulated time after k steps, `seconds` is not measured.
     """
-    sent_before = progress.bytes - crew.bytes_sent()  # before this process; some crews count by steps, resumed ones too
-    saved = progress.step or -1  # what is saved need not be saved again
-    begun = progress.step
+    # Some strategies count by the steps of the whole run, others from the start of this process.
+    sent_before = progress.bytes - strategy.bytes_sent()
+    saved = progress.step or -1  # the step of the newest checkpoint
+    began = progress.step
 
-    def together() -> None:
-        """In a meeting where the job outlives its workers: go on where the furthest is, and save."""
-        progress.step = crew.advanced(progress.step)
-        save(progress)
-
-    def pause(judge: bool, keep: bool, *, final: bool = False) -> None:
-        """Evaluate, save. Where the job outlives its workers that is one meeting, and all save in each: whoever joins
-        then misses the whole of it, or takes part in the whole of it."""
+    def pause(evaluates: bool, saves: bool, *, final: bool = False) -> None:
         nonlocal saved
-        if not (judge or keep):
-            return
-        with stop.meeting(progress.step):
-            evaluation = {}
-            if judge:
-                evaluation = evaluate(task, crew, final=final, inside=together if crew.survives else None)
-            elif crew.survives:
-                with crew.averaged():
-                    together()
-        if evaluation:
-            log({"step": progress.step, "seconds": progress.seconds, **evaluation})
-            progress.evaluation = evaluation
-        if keep and not crew.survives:
-            with stop.meeting(progress.step):
-                save(progress)
-        if keep or crew.survives:
-            saved = progress.step
+        if evaluates or saves:
+            work = EvaluateAndSave(task, strategy, progress, log, save, evaluates, saves, final)
+            strategy.pause(work, stop, progress.step)
+            saved = progress.step if saves else saved
 
     def due(every: int) -> bool:
         return every > 0 and progress.step % every == 0
 
-    def missed() -> bool:
-        """Whether the others are about to meet, or have met, after the step whose state this worker was given."""
+    def misses_meeting() -> bool:
         meets = progress.step >= config.steps or due(config.eval_steps) or due(config.checkpoint_every)
-        return crew.newcomer() and meets
+        return strategy.misses_meeting(meets)
 
-    if missed():
-        crew.skip_meeting()
+    misses_meeting()
     while progress.step < config.steps:
         if stop(progress.step):
             progress.stopped = True
-            # where the job outlives its workers all who have trained meet, at whatever step each of them is
-            pause(False, progress.step > (begun if crew.survives else saved))
+            pause(False, strategy.needs_saving(progress.step, began=began, saved=saved))
             return progress
-        idle = crew.seconds_waited()
-        began = time.perf_counter()
-        batches = [[[next(s) for _ in range(config.micro_batches)] for s in r.streams] for r in crew.replicas]
-        rate = crew.replicas[0].scheduler.get_last_lr()[0]
-        losses = gradients(crew.replicas, batches)
-        for replica in crew.replicas:
+        waited_before = strategy.seconds_waited()
+        start = time.perf_counter()
+        batches = [[[next(s) for _ in range(config.micro_batches)] for s in r.streams] for r in strategy.replicas]
+        rate = strategy.replicas[0].scheduler.get_last_lr()[0]
+        losses = gradients(strategy.replicas, batches)
+        for replica in strategy.replicas:
             replica.step(config.clip)
-        progress.step = crew.advanced(progress.step + 1)
-        progress.seconds += time.perf_counter() - began
+        progress.step = strategy.advanced(progress.step + 1)
+        progress.seconds += time.perf_counter() - start
         if clock is not None:
             progress.seconds = clock(progress.step)
         progress.units += sum(task.size(b) for r in batches for own in r for b in own)
-        progress.bytes = sent_before + crew.bytes_sent()
-        if idle is not None:
-            progress.waited += (crew.seconds_waited() or 0.0) - idle
+        progress.bytes = sent_before + strategy.bytes_sent()
+        if waited_before is not None:
+            progress.waited += (strategy.seconds_waited() or 0.0) - waited_before
         loss = sum(losses) / len(losses)
         if not math.isfinite(loss):
             raise Diverged(
@@ -126,33 +132,34 @@ def train(
                 "warm-up"
             )
         row = progress.state_dict()
-        log({**row, "loss": loss, "lr": rate, "waited": None if idle is None else progress.waited})
-        if missed():
-            crew.skip_meeting()
+        log({**row, "loss": loss, "lr": rate, "waited": None if waited_before is None else progress.waited})
+        if misses_meeting():
             continue
         last = progress.step >= config.steps
-        keep = due(config.checkpoint_every) or (last and config.save_final)
-        pause(last or due(config.eval_steps), keep, final=last)
+        saves = due(config.checkpoint_every) or (last and config.save_final)
+        pause(last or due(config.eval_steps), saves, final=last)
     stop.done(config.steps)
     return progress
 
 
 def evaluate(
-    task: Task, crew: Strategy, *, final: bool = False, inside: Callable[[], None] | None = None
+    task: Task, strategy: Strategy, *, final: bool = False, inside: Callable[[], None] | None = None
 ) -> dict[str, Any]:
-    """The consensus model's quality and worker 0's own. Called by every worker; the first process measures, the others
-    go on with their next step. `inside` is called while the parameters are the mean."""
-    found: dict[str, Any] = {"consensus_distance": crew.consensus_distance(), "final": final}
-    with crew.averaged() as model:
+    """Evaluate the averaged model and worker 0's own. Collective; returns {} on all processes but the first.
+
+    The other processes continue with their next step meanwhile. `inside` is called while the parameters are the mean.
+    """
+    found: dict[str, Any] = {"consensus_distance": strategy.consensus_distance(), "final": final}
+    with strategy.averaged() as model:
         if inside is not None:
             inside()
-        if crew.leads:
+        if strategy.leads:
             found["averaged"] = task.evaluate(model, final=final)
-    if not crew.leads:
+    if not strategy.leads:
         return {}
-    alone = crew.lockstep or crew.total == 1
-    own = crew.replicas[0]
-    found["local"] = found["averaged"] if alone else task.evaluate(own.model, final=final)
+    own = strategy.replicas[0]
+    same = strategy.lockstep or strategy.total == 1
+    found["local"] = found["averaged"] if same else task.evaluate(own.model, final=final)
     if own.ema is not None:
         found["ema"] = task.evaluate(own.ema.module, final=final)
     return found

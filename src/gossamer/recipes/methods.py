@@ -1,4 +1,4 @@
-"""From a method to its optimizer, its learning-rate schedule and its gossip."""
+"""The optimizer, the learning-rate schedule and the gossip of a method."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ class Method(Protocol):
 
 
 def learning_rate(method: Method, config: RunConfig) -> float:
+    """Return the peak learning rate of the run."""
     return DEFAULT_LR[method.optimizer] if config.lr is None else config.lr
 
 
 def make_optimizer(method: Method, parameters: Iterable[nn.Parameter], config: RunConfig) -> torch.optim.Optimizer:
+    """Make the optimizer of a method."""
     lr, decay = learning_rate(method, config), config.weight_decay
     if method.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=lr, momentum=config.momentum, weight_decay=decay)
@@ -51,12 +53,12 @@ def make_optimizer(method: Method, parameters: Iterable[nn.Parameter], config: R
 
 
 def refuse_unfit(method: Method, config: RunConfig) -> None:
-    """What DDP cannot do, said before it is begun; gossip is checked where its settings are built."""
+    """Refuse settings that DDP does not support; settings of gossip are checked where they are built."""
     if method.algorithm != "ddp":
         return
     if config.on_failure == "continue":
         raise InputError(
-            f"on_failure 'continue' needs gossip, and {method.name} ends with its first dead worker; leave it out, or "
+            f"on_failure 'continue' needs gossip, and {method.name} ends when a worker dies; leave it out, or "
             "choose another method, e.g. dadam:aer"
         )
     if config.virtual and method.wire != "fp32":
@@ -67,7 +69,7 @@ def refuse_unfit(method: Method, config: RunConfig) -> None:
 
 
 def gossip_settings(method: Method, config: RunConfig) -> dict[str, Any]:
-    """The arguments of `gossamer.decentralize`."""
+    """Return the arguments of `gossamer.decentralize`."""
     if method.name == "decent-dp":
         raise InputError("the recipes train with Gossamer and torch, not with decent-dp; measure it by gossamer bench")
     given = {"every": config.every, "staleness": config.staleness, "average_every": config.average_every}
@@ -85,8 +87,8 @@ def gossip_settings(method: Method, config: RunConfig) -> dict[str, Any]:
 
 
 def factor(config: RunConfig) -> Callable[[int], float]:
-    """The learning rate of a step over its peak: linear warm-up over w steps, then constant, half a cosine down to
-    0, or sqrt(w / step)."""
+    """Return the learning rate of each step relative to its peak: a linear warm-up over w steps, then constant, half a
+    cosine down to 0, or sqrt(w / step)."""
     warmup, steps = config.warmup_steps, config.steps
 
     def at(step: int) -> float:
@@ -102,4 +104,5 @@ def factor(config: RunConfig) -> Callable[[int], float]:
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, config: RunConfig) -> LambdaLR:
+    """Make the learning-rate scheduler of the run."""
     return LambdaLR(optimizer, factor(config))

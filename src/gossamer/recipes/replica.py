@@ -23,12 +23,13 @@ class Replica:
     optimizer: torch.optim.Optimizer
     scheduler: LambdaLR
     members: tuple[int, ...]
-    streams: list[Batches]  # one a member
-    random: list[Tensor]  # each member's random numbers
+    streams: list[Batches]  # one per member
+    random: list[Tensor]  # the generator state of each member
     workers: int  # of the whole run
     ema: AveragedModel | None
 
     def step(self, clip: float) -> None:
+        """Clip the gradient and take one optimizer step."""
         if clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         self.optimizer.step()
@@ -38,7 +39,7 @@ class Replica:
             self.ema.update_parameters(self.model)
 
     def go_to(self, step: int, batches: int) -> None:
-        """Schedule and data as after `step` steps of `batches` in all; model and optimizer are there already."""
+        """Move the schedule and the data to where they are after `step` steps, which took `batches` batches."""
         scheduler = self.scheduler
         scheduler.last_epoch = step
         for group, base, factor in zip(
@@ -50,7 +51,7 @@ class Replica:
             stream.load_state_dict({"position": batches})
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds besides model, optimizer and gossip."""
+        """Return what a checkpoint holds besides model, optimizer and gossip."""
         return {
             "workers": self.workers,
             "members": list(self.members),
@@ -61,7 +62,11 @@ class Replica:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """With another number of workers the data go on where all of them together were, and random numbers anew."""
+        """Restore a state.
+
+        With another number of workers the data continues where all workers together were, and random numbers start
+        anew.
+        """
         self.scheduler.load_state_dict(state["scheduler"])
         held = {worker: place for place, worker in enumerate(state["members"])}
         for place, worker in enumerate(self.members):
@@ -77,7 +82,7 @@ class Replica:
 
 
 def make_replica(task: Task, method: Method, config: RunConfig, members: Sequence[int]) -> Replica:
-    """The same model on every worker; data and random numbers differ by worker, whatever the process."""
+    """Make the replica of `members`: the same model on every worker, with data and random numbers of each member."""
     model = task.model(config.seed).train()
     optimizer = make_optimizer(method, model.parameters(), config)
     random = []

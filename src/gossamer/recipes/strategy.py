@@ -1,21 +1,24 @@
-"""Who trains in this process: one worker among others (gossip or DDP), or all of them (virtual).
+"""How the replicas of a process are trained: by gossip with other workers, by DDP, or as virtual workers.
 
-Every crew offers the loop the same few calls. Calls that need the others must be made by every worker.
+Every strategy offers the training loop the same calls. Calls that are marked collective must be made by every worker.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossamer
+from gossamer import GossamerError
 from gossamer.recipes.config import RunConfig
+from gossamer.recipes.graceful_stop import Stop, StopAlone, StopHere, StopTogether
 from gossamer.recipes.methods import Method, gossip_settings, refuse_unfit
 from gossamer.recipes.replica import Replica, make_replica
 from gossamer.recipes.task import Task
@@ -24,85 +27,158 @@ Wrap = Callable[[nn.Module, torch.optim.Optimizer], nn.Module]  # into torch's D
 WIRE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-class Strategy:
-    """The replicas of this process. `places` are their numbers among the `total` of all processes."""
+class Pause(Protocol):
+    """What all workers do together after a step: evaluate, save, or both."""
 
-    lockstep = False  # nobody can finish a step that another worker has not begun
-    survives = False  # the job outlives its workers
-    joined = False  # this worker came when the others trained already
-    handle: Any = None  # what gossips: a Gossip, a VirtualCluster, or nothing
+    evaluates: bool
+    saves: bool
 
-    def __init__(self, replicas: Sequence[Replica], places: Sequence[int], total: int):
-        self.replicas, self.places, self.total = list(replicas), list(places), total
+    def evaluate(self, inside: Callable[[], None] | None = None) -> None:
+        """Evaluate the averaged model and log the result; call `inside` while the parameters are the mean."""
+
+    def save(self) -> None:
+        """Save a checkpoint."""
+
+    def advance(self) -> None:
+        """Set the step count to that of the furthest worker in the meeting."""
+
+
+class Strategy(ABC):
+    """The replicas of this process; `places` are their numbers among the `total` replicas of all processes."""
+
+    lockstep = False
+    """No worker can finish a step that another worker has not started."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        places: Sequence[int],
+        total: int,
+        handle: gossamer.GossipHandle | None,
+    ):
+        self.replicas, self.places, self.total, self.handle = list(replicas), list(places), total, handle
+
+    # -- what the loop reads -----------------------------------------------------------------------------------
 
     @property
     def leads(self) -> bool:
-        """Whether this process evaluates and keeps the records."""
+        """Whether this process evaluates."""
         return 0 in self.places
 
-    def averaged(self) -> AbstractContextManager[nn.Module]:
-        """The consensus model."""
-        raise NotImplementedError
-
-    def consensus_distance(self) -> float:
-        return 0.0
+    @property
+    def joined(self) -> bool:
+        """Whether this worker joined a job that was already training."""
+        return False
 
     def bytes_sent(self) -> float:
-        """By one worker since the start (of this process), as far as it is known."""
+        """Bytes that one worker has sent since the start of this process, as far as they are known."""
         return 0.0
 
     def seconds_waited(self) -> float | None:
-        """By one worker for others, since the start of this process; None where it cannot be told."""
+        """Seconds that one worker has waited for others since the start of this process; None if unknown."""
         return None
 
+    # -- collective --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def averaged(self) -> AbstractContextManager[nn.Module]:
+        """Hold the consensus model inside the block. Collective."""
+
+    def consensus_distance(self) -> float | None:
+        """Return the consensus distance, or None if it is not measured. Collective."""
+        return 0.0
+
+    def pause(self, pause: Pause, stop: Stop, step: int) -> None:
+        """Evaluate and save as `pause` asks. Collective."""
+        if pause.evaluates:
+            with stop.meeting(step):
+                pause.evaluate()
+        if pause.saves:
+            with stop.meeting(step):
+                pause.save()
+
+    # -- steps and stops ---------------------------------------------------------------------------------------
+
     def advanced(self, step: int) -> int:
-        """How many steps are done, `step` by this process's own count; more if it was away and the others went on, or
-        if those it has met are further."""
+        """Return how many steps are done, where this process has counted `step`.
+
+        An elastic worker returns more if it joined, was away, or has met workers that are further.
+        """
         return step
 
-    def newcomer(self) -> bool:
-        """Whether this worker was given a member's state (it joined, or was away) since this was asked last."""
+    def misses_meeting(self, meets: bool) -> bool:
+        """Return whether to skip the meeting after this step (`meets`: there is one). Called once per step.
+
+        True for an elastic worker that received a member's state at this step: the others do not wait for it.
+        """
         return False
 
-    def skip_meeting(self) -> None:
-        """Do not come to the meeting that the member who gave this worker its state was about to come to."""
+    def needs_saving(self, step: int, *, began: int, saved: int) -> bool:
+        """Return whether a run that is stopped at `step` saves a checkpoint."""
+        return step > saved
+
+    def make_stop(self, folder: Path) -> Stop:
+        """Return how the workers of the run in `folder` agree to stop."""
+        return StopTogether(folder, self.places[0], self.total, lockstep=self.lockstep)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
 
     def checkpoints(self, folder: Path, keep_last: int) -> gossamer.Checkpoints:
+        """Open the run's checkpoints."""
         alone = {} if self.handle is not None else {"rank": self.places[0], "workers": self.total}
         return gossamer.Checkpoints(folder, keep_last=keep_last, **alone)
 
-    def save(self, checkpoints: gossamer.Checkpoints, step: int, progress: dict[str, Any]) -> None:
+    def save(self, checkpoints: gossamer.Checkpoints, step: int | None, progress: dict[str, Any]) -> None:
+        """Save models, optimizers, gossip and `progress`; without a step the workers agree on one. Collective."""
         extras = [{**r.state_dict(), "progress": progress} for r in self.replicas]
         models, optimizers = [r.model for r in self.replicas], [r.optimizer for r in self.replicas]
-        if self._together:
-            checkpoints.save(self.handle, models, optimizers, step=step, extra=extras)
-        else:
-            number = None if self.survives else step  # workers may be at different steps there: they agree on one
-            checkpoints.save(self.handle, models[0], optimizers[0], step=number, extra=extras[0])
+        checkpoints.save(self.handle, models, optimizers, step=step, extra=extras)
 
     def load(self, checkpoints: gossamer.Checkpoints) -> dict[str, Any]:
-        """Go on from the newest checkpoint; the progress it holds."""
+        """Load the newest checkpoint and return the progress that it holds. Collective."""
         models, optimizers = [r.model for r in self.replicas], [r.optimizer for r in self.replicas]
-        if self._together:
-            loaded = checkpoints.load(self.handle, models, optimizers)
-        else:
-            loaded = checkpoints.load(self.handle, models[0], optimizers[0])
+        loaded = checkpoints.load(self.handle, models, optimizers)
         for replica, saved in zip(self.replicas, loaded.extras, strict=True):
             replica.load_state_dict(saved)
         progress: dict[str, Any] = loaded.extra["progress"]
         return progress
 
-    @property
-    def _together(self) -> bool:
-        return isinstance(self.handle, gossamer.VirtualCluster)
+    def finish(self, checkpoints: gossamer.Checkpoints) -> str:
+        """Wait for the last checkpoint; returns why it could not be written if the job can end without it."""
+        checkpoints.wait()
+        return ""
 
     def close(self) -> None:
-        pass
+        """Stop gossip. Collective."""
+        if self.handle is not None:
+            self.handle.close()
 
 
 def reduced_bytes(model: nn.Module, workers: int, wire: str = "fp32") -> float:
-    """What a worker sends in an all-reduce of the gradients: 2 (n - 1) / n of their size."""
+    """Return what a worker sends in an all-reduce of the gradients: 2 (n - 1) / n of their size."""
     return 2 * (workers - 1) / workers * WIRE_BYTES[wire] * sum(p.numel() for p in model.parameters())
+
+
+class DdpStrategy(Strategy):
+    """This process is one of n workers under torch's DDP. `wrap` may add hooks to it (a wire, a timeline)."""
+
+    lockstep = True
+
+    def __init__(self, task: Task, method: Method, config: RunConfig, rank: int, wrap: Wrap | None = None):
+        replica = make_replica(task, method, config, [rank])
+        if wrap is None:
+            replica.forward = DistributedDataParallel(replica.model, bucket_cap_mb=config.ddp_bucket_mb)
+        else:
+            replica.forward = wrap(replica.model, replica.optimizer)
+        self._bytes_per_step = reduced_bytes(replica.model, config.workers, method.wire)
+        super().__init__([replica], [rank], config.workers, None)
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        yield self.replicas[0].model
+
+    def bytes_sent(self) -> float:
+        return self._bytes_per_step * self.replicas[0].scheduler.last_epoch
 
 
 class GossipStrategy(Strategy):
@@ -116,42 +192,14 @@ class GossipStrategy(Strategy):
             here = config.per_node[gossamer.Layout.of(config.per_node).node[rank]]
             self._inside = reduced_bytes(replica.model, here)
         settings = gossip_settings(method, config)
-        self.survives, self._batches = config.on_failure == "continue", config.micro_batches
-        self.gossip = self.handle = gossamer.decentralize(
-            replica.forward,
-            replica.optimizer,
-            trace=trace,
-            **settings,
-        )
-        self.joined = self.survives and bool(self.gossip.stats()["joined"])
-        super().__init__([replica], [rank], config.workers)
-
-    @property
-    def leads(self) -> bool:
-        """Where the job outlives its workers, the first of those who came to the last meeting."""
-        return self.handle.control.place == 0 if self.survives else super().leads
+        self.gossip = gossamer.decentralize(replica.forward, replica.optimizer, trace=trace, **settings)
+        super().__init__([replica], [rank], config.workers, self.gossip)
 
     def averaged(self) -> AbstractContextManager[nn.Module]:
         return self.gossip.averaged()
 
-    def consensus_distance(self) -> float:
-        # A pause is one meeting where workers come and go: who joins in it has missed nothing.
-        return float("nan") if self.survives else self.gossip.consensus_distance()
-
-    def advanced(self, step: int) -> int:
-        if not self.survives:
-            return step
-        self.handle.catch_up()
-        taken = int(self.gossip.stats()["steps"])
-        if taken != step:  # this worker joined, or was away: schedule and data go where its new state is
-            self.replicas[0].go_to(taken, taken * self._batches)
-        return taken
-
-    def newcomer(self) -> bool:
-        return self.survives and bool(self.handle.acknowledge_join())
-
-    def skip_meeting(self) -> None:
-        self.handle.skip_meeting()
+    def consensus_distance(self) -> float | None:
+        return self.gossip.consensus_distance()
 
     def bytes_sent(self) -> float:
         stats = self.gossip.stats()
@@ -160,35 +208,80 @@ class GossipStrategy(Strategy):
     def seconds_waited(self) -> float:
         return float(self.gossip.stats()["seconds_waited"])
 
-    def close(self) -> None:
-        self.gossip.close()
 
+class ElasticStrategy(GossipStrategy):
+    """This process is a member of an elastic job: members may die, leave and join.
 
-class DdpStrategy(Strategy):
-    """This process is one of n workers under torch's own DDP. `wrap` may give it hooks (a wire, a timeline)."""
+    A pause is a single meeting, in which every participant saves: a worker that joins meanwhile misses all of the
+    meeting or takes part in all of it.
+    """
 
-    lockstep = True
+    gossip: gossamer.ElasticGossip
 
-    def __init__(self, task: Task, method: Method, config: RunConfig, rank: int, wrap: Wrap | None = None):
-        replica = make_replica(task, method, config, [rank])
-        if wrap is None:
-            replica.forward = DistributedDataParallel(replica.model, bucket_cap_mb=config.ddp_bucket_mb)
+    def __init__(self, task: Task, method: Method, config: RunConfig, rank: int, trace: Path | None):
+        super().__init__(task, method, config, rank, trace)
+        assert isinstance(self.gossip, gossamer.ElasticGossip)
+        self._batches = config.micro_batches
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker is the first of those that took part in the last meeting."""
+        return 0 in self.gossip.participation().places
+
+    @property
+    def joined(self) -> bool:
+        return self.gossip.joined
+
+    def consensus_distance(self) -> None:
+        """Not measured: that would be a second meeting."""
+
+    def pause(self, pause: Pause, stop: Stop, step: int) -> None:
+        def together() -> None:
+            pause.advance()
+            pause.save()
+
+        if pause.evaluates:
+            pause.evaluate(together)
         else:
-            replica.forward = wrap(replica.model, replica.optimizer)
-        self._a_step = reduced_bytes(replica.model, config.workers, method.wire)
-        super().__init__([replica], [rank], config.workers)
+            with self.averaged():
+                together()
 
-    @contextmanager
-    def averaged(self) -> Iterator[nn.Module]:
-        yield self.replicas[0].model
+    def advanced(self, step: int) -> int:
+        self.gossip.catch_up()
+        taken = self.gossip.steps[0]
+        if taken != step:  # schedule and data go to the step of the state that this worker received
+            self.replicas[0].go_to(taken, taken * self._batches)
+        return taken
 
-    def bytes_sent(self) -> float:
-        return self._a_step * self.replicas[0].scheduler.last_epoch
+    def misses_meeting(self, meets: bool) -> bool:
+        missed = self.gossip.acknowledge_join() and meets
+        if missed:
+            self.gossip.skip_meeting()
+        return missed
+
+    def needs_saving(self, step: int, *, began: int, saved: int) -> bool:
+        return step > began  # members stop at different steps, and all of those that have trained must meet
+
+    def make_stop(self, folder: Path) -> Stop:
+        return StopAlone(folder)
+
+    def save(self, checkpoints: gossamer.Checkpoints, step: int | None, progress: dict[str, Any]) -> None:
+        super().save(checkpoints, None, progress)  # members may be at different steps
+
+    def finish(self, checkpoints: gossamer.Checkpoints) -> str:
+        try:
+            checkpoints.wait()
+        except GossamerError as error:
+            return str(error)  # the others may have written it: the launcher knows
+        return ""
 
 
 class VirtualStrategy(Strategy):
-    """All workers in this process. Workers that average gradients exactly share a replica: all under DDP, a node's
-    with `exact_inside`, else each has its own."""
+    """All workers in this process.
+
+    Workers that average gradients exactly share a replica: all of them under DDP, the workers of a node with
+    `exact_inside`; else every worker has its own.
+    """
 
     def __init__(self, task: Task, method: Method, config: RunConfig):
         refuse_unfit(method, config)
@@ -201,16 +294,16 @@ class VirtualStrategy(Strategy):
         else:
             groups = [(w,) for w in everyone]
         replicas = [make_replica(task, method, config, g) for g in groups]
-        super().__init__(replicas, range(len(groups)), len(groups))
         self._workers = layout.n
         inside = (len(group) * reduced_bytes(replicas[0].model, len(group)) for group in groups)
         self._inside = sum(inside) / layout.n  # of one worker on average: nodes may differ
         self.cluster: gossamer.VirtualCluster | None = None
         if method.algorithm != "ddp":
             per_node = [1] * len(groups) if config.exact_inside else config.per_node
-            self.cluster = self.handle = gossamer.VirtualCluster(per_node=per_node)
+            self.cluster = gossamer.VirtualCluster(per_node=per_node)
             models, optimizers = [r.model for r in replicas], [r.optimizer for r in replicas]
             self.cluster.decentralize(models, optimizers, **gossip_settings(method, config))
+        super().__init__(replicas, range(len(groups)), len(groups), self.cluster)
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
@@ -228,6 +321,5 @@ class VirtualStrategy(Strategy):
         between = sum(g.stats()["bytes_sent"] for g in gossips) / self._workers
         return float(between + self._inside * self.replicas[0].scheduler.last_epoch)
 
-    def close(self) -> None:
-        if self.cluster is not None:
-            self.cluster.close()
+    def make_stop(self, folder: Path) -> Stop:
+        return StopHere()

@@ -1,4 +1,4 @@
-"""What the training loop knows of a task, and nothing else: a model, batches, a loss, an evaluation."""
+"""What the training loop needs of a task: a model, batches, a loss and an evaluation."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ from gossamer.recipes.options import TaskOptions, options_type
 
 
 class Batches(Iterator[Any]):
-    """A worker's endless stream of batches.
+    """The endless stream of batches of one worker.
 
-    `batch(i)` gives the i-th one and depends on nothing but i, so the position is the whole state, and a resumed
-    run sees the same next batch, augmentation included.
+    `batch(i)` returns the i-th batch and depends on i only, so the position is the whole state, and a resumed run
+    gets the same next batch, augmentation included.
     """
 
     def __init__(self, batch: Callable[[int], Any]) -> None:
@@ -40,7 +40,7 @@ class Batches(Iterator[Any]):
 
 
 class Task(Protocol):
-    """A task is data and a model; how it is trained is the loop's business."""
+    """Data and a model. The training loop decides how the model is trained."""
 
     name: str
     unit: str
@@ -50,25 +50,26 @@ class Task(Protocol):
     higher_is_better: bool
 
     def model(self, seed: int) -> nn.Module:
-        """The same seed gives the same initial weights; torch's global generator is left as it was."""
+        """Return a new model. Its weights depend on the seed only; torch's global generator does not change."""
 
     def batches(self, worker: int, workers: int, *, seed: int) -> Batches:
-        """This worker's stream; all workers pass the same seed, and together see each sample once an epoch."""
+        """Return a worker's stream. All workers pass the same seed and together see each sample once per epoch."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The scalar training loss. It calls nothing but `model(...)`, so that wrappers (DDP) and torch.func work."""
+        """Return the scalar training loss. It only calls `model(...)`, so that wrappers (DDP) and torch.func work."""
 
     def size(self, batch: Any) -> int:
-        """How many units the batch holds."""
+        """Return the number of units in the batch."""
 
     def evaluate(self, model: nn.Module, *, final: bool = False) -> dict[str, float]:
-        """At least `loss` (validation, without smoothing) and the metric; `final` uses the whole test set."""
+        """Return at least `loss` (validation, without smoothing) and the metric; `final` uses the whole test set."""
 
     def describe(self) -> dict[str, Any]:
-        """Facts about data and model for the run's folder; JSON."""
+        """Return facts about data and model for the run's folder, as JSON values."""
 
 
 def make_task(name: str, options: TaskOptions | Mapping[str, Any] | None = None) -> Task:
+    """Make a task by name; raise `InputError` if an option or the data is wrong."""
     kind = options_type(name)
     if not isinstance(options, kind):
         values = options.model_dump(exclude_unset=True) if isinstance(options, TaskOptions) else dict(options or {})
@@ -81,7 +82,7 @@ def make_task(name: str, options: TaskOptions | Mapping[str, Any] | None = None)
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[nn.Module]:
-    """The bare model in evaluation mode without gradients; every module gets its own mode back."""
+    """Yield the bare model in evaluation mode without gradients; afterwards every module has its own mode again."""
     modes = [(module, module.training) for module in model.modules()]
     bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     bare = getattr(bare, "_orig_mod", bare)  # what torch.compile wraps
@@ -96,7 +97,7 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Weights drawn inside depend on the seed only, and the caller's random numbers do not move."""
+    """Seed torch inside the block; the generator of the caller does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -106,5 +107,5 @@ def _sentence(name: str, kind: type[TaskOptions], error: ValidationError) -> str
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"task {name!r} has no option {key!r}: it knows {', '.join(kind.model_fields)}"
+        return f"task {name!r} has no option {key!r}: its options are {', '.join(kind.model_fields)}"
     return f"option {key!r} of task {name!r} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"

@@ -65,7 +65,7 @@ class Translate:
         )
 
     def loss(self, model: nn.Module, batch: Pairs) -> Tensor:
-        """Cross entropy a target token, its end included."""
+        """Return the cross entropy per target token, EOS included."""
         scores = model(batch.source, batch.target[:, :-1])
         return F.cross_entropy(
             scores.flatten(0, 1),
@@ -78,7 +78,10 @@ class Translate:
         return int((batch.target[:, 1:] != PAD).sum())
 
     def evaluate(self, model: nn.Module, *, final: bool = False) -> dict[str, float]:
-        """Validation loss; translations of validation sentences (greedy), or of the test set (beam) if final."""
+        """Return the validation loss and the scores of greedy translations of validation sentences.
+
+        If final, the test set is translated by beam search instead.
+        """
         options = self.options
         count = None if final else options.evaluate_on
         with evaluating(model) as bare:
@@ -88,7 +91,7 @@ class Translate:
         return {"loss": loss, **_scores(found, [target for _, target in pairs], self._corpus.bleu_tokenizer)}
 
     def translate(self, model: nn.Module, sentences: list[str], *, beams: int) -> list[str]:
-        """Sentences of like length are translated together."""
+        """Translate sentences, those of similar length together."""
         assert isinstance(model, Transformer)
         device = model.embedding.weight.device
         encoded = [tokens[: self.options.max_length - 1] for tokens in self._subwords.encode(sentences)]

@@ -75,7 +75,7 @@ class Vision:
     def evaluate(self, model: nn.Module, *, final: bool = False) -> dict[str, float]:
         pixels, labels = self._data.test
         count = len(labels) if final else min(len(labels), self.options.evaluate_on)
-        # Sets on disk may be sorted by class, so the subset is spread over the whole.
+        # Data sets may be sorted by class, so the subset is spread over the whole set.
         chosen = np.linspace(0, len(labels) - 1, count).astype(np.int64)
         loss = correct = 0.0
         with evaluating(model) as bare:
@@ -100,7 +100,10 @@ class Vision:
         }
 
     def _refuse_single_values(self) -> None:
-        """Batch normalization needs two values a channel; each stage but the first halves height and width."""
+        """Refuse batches with one value per channel, which batch normalization cannot normalize.
+
+        Each stage but the first halves height and width.
+        """
         height, width = self._data.train[0].shape[2:]
         factor = 8 if self._depth == 50 else 4
         if self.options.norm == "batch" and self.options.batch == 1 and max(height, width) <= factor:
@@ -135,13 +138,13 @@ def make(options: VisionOptions) -> Vision:
 
 
 def _moments(pixels: images.Pixels) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation a channel, counted in 256 bins: no copy of the data in floating point."""
+    """Return mean and standard deviation per channel, from counts of the 256 levels: the data is not copied."""
     levels = np.arange(256) / 255
     moments = []
     for channel in range(pixels.shape[1]):
         share = np.bincount(pixels[:, channel].reshape(-1), minlength=256) / pixels[:, channel].size
         mean = float(share @ levels)
-        # A channel that never changes must not divide by zero.
+        # A constant channel must not divide by zero.
         moments.append((mean, max(float(share @ (levels - mean) ** 2) ** 0.5, 1e-3)))
     mean_and_deviation = torch.tensor(moments, dtype=torch.float32).T[:, :, None, None]
     return mean_and_deviation[0], mean_and_deviation[1]

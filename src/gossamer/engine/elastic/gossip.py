@@ -91,14 +91,11 @@ class ElasticGossip(Gossip):
         if met is None:
             return found
         name = f"{self.members.run.hex()}/{met.number}"
-        return replace(found, steps=met.steps, meeting=name, alone=met.alone)
+        return replace(found, steps=met.steps, meeting=name, alone=met.alone, departed=partial(self._departed, met))
 
-    def departed(self) -> dict[int, str]:
-        """Participants of the latest meeting that have left the job, as {number: reason}."""
-        if self.met is None:
-            return {}
-        left = self.met.gone(self.members.record)
-        return {place: f"worker {rank} has left" for place, rank in enumerate(self.met.ranks) if rank in left}
+    def _departed(self, met: Meeting) -> dict[int, str]:
+        left = met.gone(self.members.record)
+        return {place: f"worker {rank} has left" for place, rank in enumerate(met.ranks) if rank in left}
 
     def skip_meeting(self) -> None:
         """Skip the meeting that this worker's donor was about to attend; the others do not wait for this worker there.

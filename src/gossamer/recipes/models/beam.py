@@ -1,4 +1,4 @@
-"""Beam search over anything that gives the next token's log-probabilities."""
+"""Beam search over a decoder that gives the log-probabilities of the next token."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,10 +10,10 @@ from torch import Tensor
 
 class NextToken(Protocol):
     def step(self, tokens: Tensor) -> Tensor:
-        """Feed one token a row; rows × vocabulary log-probabilities of the next."""
+        """Append one token per row; returns rows × vocabulary log-probabilities of the next token."""
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows, in this order."""
+        """Keep these rows, in this order."""
 
 
 @dataclass
@@ -33,13 +33,13 @@ def beam_search(
     longest: int,
     length_penalty: float = 0.6,
 ) -> list[list[int]]:
-    """For each sentence the sequence with the best log P(y) / lp(y), lp(y) = ((5 + |y|) / 6)^length_penalty.
+    """Return for each sentence the sequence with the best log P(y) / lp(y), lp(y) = ((5 + |y|) / 6)^length_penalty.
 
     The penalty is that of Wu et al. 2016 ("Google's neural machine translation system", equation 14) and |y| counts
-    the end mark, which the result leaves out. The decoder starts with `sentences` × `beams` rows. A hypothesis may end
-    only where the end is among the `beams` best continuations of its sentence: otherwise a short, unlikely sentence
-    could beat every good long one. A sentence is done after `beams` ends, or when no open hypothesis can still win:
-    log P only falls and lp only grows, up to lp(longest). A sentence that finds no end within `longest` tokens gives
+    the end token, which the result leaves out. The decoder starts with `sentences` × `beams` rows. A hypothesis may end
+    only where the end token is among the `beams` best continuations of its sentence; otherwise a short, unlikely
+    sentence could beat every good long one. A sentence is done after `beams` ends, or when no open hypothesis can still
+    win: log P only falls and lp only grows, up to lp(longest). A sentence without an end within `longest` tokens gives
     its best open hypothesis. One beam is greedy search.
     """
     best = [_Best() for _ in range(sentences)]
@@ -63,7 +63,7 @@ def beam_search(
             if score > hypothesis.score:
                 row = at * beams + int(places[at, rank]) // vocabulary
                 hypothesis.score, hypothesis.tokens = score, tokens[row, 1:].tolist()
-        # At most one candidate a hypothesis ends, so twice as many leave enough that go on.
+        # At most one candidate per hypothesis ends, so twice as many candidates leave enough that continue.
         going_on = ends.int().argsort(dim=1, stable=True)[:, :beams]
         scores, places = top.gather(1, going_on), places.gather(1, going_on)
         first = torch.arange(len(alive))[:, None] * beams

@@ -10,22 +10,22 @@ from gossamer.recipes.models.attention import Attention
 
 
 @dataclass(frozen=True)
-class Size:
+class GptSize:
     layers: int
     heads: int
     width: int
 
 
 SIZES = {
-    "nano": Size(layers=2, heads=4, width=64),
-    "micro": Size(layers=4, heads=4, width=128),
-    "mini": Size(layers=6, heads=6, width=384),
-    "small": Size(layers=12, heads=12, width=768),
+    "nano": GptSize(layers=2, heads=4, width=64),
+    "micro": GptSize(layers=4, heads=4, width=128),
+    "mini": GptSize(layers=6, heads=6, width=384),
+    "small": GptSize(layers=12, heads=12, width=768),
 }
 
 
 class GPT(nn.Module):
-    def __init__(self, vocabulary: int, context: int, size: Size, *, dropout: float) -> None:
+    def __init__(self, vocabulary: int, context: int, size: GptSize, *, dropout: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, size.width)
         self.positions = nn.Embedding(context, size.width)
@@ -38,12 +38,12 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
         for name, parameter in self.named_parameters():
-            # Two blocks a layer add up on the residual stream; GPT-2 scales them to keep its variance.
+            # Each layer adds two blocks to the residual stream; GPT-2 scales them to keep its variance.
             if name.endswith(("attention.out.weight", "feed.2.weight")):
                 nn.init.normal_(parameter, std=0.02 / (2 * size.layers) ** 0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores of the next token at every place."""
+        """Return the scores of the next token at every position."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.embedding(tokens) + self.positions(places))
         for block in self.blocks:
@@ -52,7 +52,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, size: Size, dropout: float) -> None:
+    def __init__(self, size: GptSize, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(size.width)
         self.attention = Attention(size.width, size.heads, dropout)

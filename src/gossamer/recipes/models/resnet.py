@@ -92,7 +92,7 @@ def _conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
 
 
 def _norm(kind: str, channels: int) -> nn.Module:
-    """Group normalization needs no running statistics: right for tiny or skewed local batches, and for torch.func."""
+    """Return batch normalization, or group normalization, which has no running statistics."""
     if kind == "batch":
         return nn.BatchNorm2d(channels)
     groups = next(groups for groups in (8, 4, 2, 1) if channels % groups == 0)

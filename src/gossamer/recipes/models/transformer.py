@@ -13,7 +13,7 @@ from gossamer.recipes.models.attention import Attention, Cache, sinusoids
 
 
 @dataclass(frozen=True)
-class Size:
+class TransformerSize:
     layers: int
     width: int
     heads: int
@@ -21,9 +21,9 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(layers=2, width=64, heads=4, hidden=256),
-    "small": Size(layers=3, width=256, heads=4, hidden=1024),
-    "base": Size(layers=6, width=512, heads=8, hidden=2048),
+    "tiny": TransformerSize(layers=2, width=64, heads=4, hidden=256),
+    "small": TransformerSize(layers=3, width=256, heads=4, hidden=1024),
+    "base": TransformerSize(layers=6, width=512, heads=8, hidden=2048),
 }
 
 Norm = Literal["pre", "post"]
@@ -32,7 +32,7 @@ Norm = Literal["pre", "post"]
 class Transformer(nn.Module):
     """`norm="post"` is the paper's LayerNorm(x + f(x)); `"pre"` is x + f(LayerNorm(x)), which needs no warm-up."""
 
-    def __init__(self, vocabulary: int, size: Size, *, norm: Norm, dropout: float, pad: int) -> None:
+    def __init__(self, vocabulary: int, size: TransformerSize, *, norm: Norm, dropout: float, pad: int) -> None:
         super().__init__()
         self.size = size
         self.pad = pad
@@ -47,11 +47,11 @@ class Transformer(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
-        # Scaled by sqrt(width) on the way in (section 3.4), so that inputs have variance 1 and scores start small.
+        # Embeddings are scaled by sqrt(width) (section 3.4), so that inputs have variance 1 and scores start small.
         nn.init.normal_(self.embedding.weight, std=size.width**-0.5)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Scores of each next token, given the source and the target so far."""
+        """Return the scores of each next token, given the source and the target so far."""
         memory, mask = self.encode(source)
         x = self.embed(target)
         for layer in self.decoder:
@@ -73,7 +73,7 @@ class Transformer(nn.Module):
 class Layer(nn.Module):
     """Self-attention, attention to the source (decoder only), feed-forward; each around a shortcut."""
 
-    def __init__(self, size: Size, norm: Norm, dropout: float, *, cross: bool) -> None:
+    def __init__(self, size: TransformerSize, norm: Norm, dropout: float, *, cross: bool) -> None:
         super().__init__()
         self.pre = norm == "pre"
         self.attention = Attention(size.width, size.heads, dropout)
