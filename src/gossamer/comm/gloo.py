@@ -233,7 +233,8 @@ class GlooChannel(ThreadedChannel):
         self._transport.cut()
 
     def _carry(self, batch: Batch, job: Job) -> None:
-        tag = self._channel.number * 65536 + job.bucket
+        # Rounds that differ never meet, whatever went wrong: the wait times out and names both.
+        tag = ((job.round % 128) << 23) + (self._channel.number << 16) + job.bucket
         peer = -1
         edges: dict[int, Edge] = {}
         works: list[tuple[int, Any]] = []

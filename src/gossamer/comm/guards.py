@@ -38,10 +38,10 @@ def inspected(
     if mixed is not None and not bad:
         size = x.numel()
         jump = _norm(mixed.out[:size], None if difference else x) * (1.0 if mixed.weight is None else mixed.weight)
-        limit = most * max(_norm(x, None), torch.finfo(x.dtype).tiny)
+        own = _norm(x, None)
         if not math.isfinite(jump):
             bad = dict.fromkeys(senders, "its values are not finite")
-        elif jump > limit:
+        elif own > 0 and jump > most * own:  # a bucket that is exactly zero has no size to compare with
             why = f"it would move the parameters by {jump:.3g}, more than {most:g} times their norm"
             bad = dict.fromkeys(senders, why)
     for peer, why in bad.items():

@@ -12,7 +12,7 @@ from gossamer.comm import Transport, ddp_process_group, group_ranks, is_fully_sh
 from gossamer.engine.asynchronous import AsyncLane
 from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.flat import cut, flatten, is_sharded, refuse_overlaps
-from gossamer.engine.gossip import Gossip
+from gossamer.engine.gossip import Gossip, refuse_in_use
 from gossamer.engine.lane import Lane, LaneParts
 from gossamer.engine.policies import Filter, Settings, Synchronous
 from gossamer.engine.prepared import Prepared
@@ -42,20 +42,45 @@ def prepare(
     for o in optimizers:
         if not isinstance(o, Optimizer):
             raise InputError(f"decentralize() takes a torch optimizer or a list of them, got {type(o).__name__}")
-        if isinstance(o, LBFGS):
-            raise InputError(
-                "LBFGS evaluates its closure several times a step and cannot be mixed; use another optimizer"
-            )
+        _refuse_unfit(o)
     if not optimizers:
         raise InputError("decentralize() needs at least one optimizer, got an empty list")
     schedule, bare = _schedule(model, topology, settings, layout, rank, ranks)
     lanes = _lanes(bare, optimizers, parameters)
+    refuse_in_use(bare)
     refuse_overlaps(bare.named_parameters())
     flats = [flatten(named) for named in lanes]
     mib = settings.exchange.bucket_mib
     size = None if mib is None else max(1, round(mib * 2**20))
     buckets = [cut(f, size, schedule.topology.period) for f in flats]
     return Prepared(bare, optimizers, flats, buckets, schedule, settings, layout, rank)
+
+
+def _refuse_unfit(optimizer: Optimizer) -> None:
+    """Refuse optimizers whose result would be wrong with gossip."""
+    names = [c.__name__ for c in type(optimizer).__mro__]
+    name = names[0]
+    if isinstance(optimizer, LBFGS):
+        raise InputError(
+            "LBFGS evaluates its closure several times per step and cannot be mixed; use another optimizer"
+        )
+    if "ZeroRedundancyOptimizer" in names:
+        raise InputError(
+            "ZeroRedundancyOptimizer updates a shard of the parameters on every worker and broadcasts it, but gossip "
+            "workers hold different parameters; pass a plain torch optimizer, or shard the model inside the node by "
+            "FSDP2"
+        )
+    if any("ScheduleFree" in n for n in names):
+        raise InputError(
+            f"{name} keeps the sequence that it optimizes in its state, where gossip does not average it, so the "
+            "workers would drift apart; use an optimizer with a learning-rate schedule"
+        )
+    if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
+        raise InputError(
+            f"{name} (sharpness-aware minimization) steps by first_step() and second_step(), which run no step hooks, "
+            "so nothing would be exchanged; pass its base_optimizer to decentralize(), with algorithm='atc', which has "
+            "no exchange in flight while the parameters are perturbed"
+        )
 
 
 def _schedule(

@@ -9,6 +9,9 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
+from torch import Tensor
+
+from gossamer.engine.flat import is_sharded
 from gossamer.engine.prepared import Prepared
 from gossamer.errors import InputError
 
@@ -33,7 +36,10 @@ def describe(prepared: Prepared) -> dict[str, Any]:
             "rounds": hashlib.sha256(repr(rounds).encode()).hexdigest()[:16],
         },
         "parameters": [
-            [[p.name, list(p.parameter.shape), str(p.parameter.dtype)] for p in flat.places]
+            [
+                [p.name, list(p.parameter.shape), str(p.parameter.dtype), _memory_format(p.parameter)]
+                for p in flat.places
+            ]
             for flats in prepared.flats
             for flat in flats
         ],
@@ -48,6 +54,13 @@ def describe(prepared: Prepared) -> dict[str, Any]:
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return {key: value.total_seconds() if isinstance(value, timedelta) else value for key, value in items}
+
+
+def _memory_format(parameter: Tensor) -> str:
+    """The order of a parameter's elements in memory: the values of two orders must not be averaged."""
+    if is_sharded(parameter):
+        return "sharded"
+    return f"strides {[s for s, n in zip(parameter.stride(), parameter.shape, strict=True) if n > 1]}"
 
 
 def agree(texts: Sequence[str], cause: Exception | None = None) -> None:

@@ -36,9 +36,9 @@ from gossamer.engine.build import open_gossip, open_lanes, prepare
 from gossamer.engine.consistency import agree, describe
 from gossamer.engine.coordinator import StaticCoordinator
 from gossamer.engine.elastic import ElasticCoordinator, ElasticGossip, ElasticLane, rendezvous
-from gossamer.engine.first_batch import watch_first_batch
 from gossamer.engine.flat import is_sharded
 from gossamer.engine.gossip import Gossip
+from gossamer.engine.module_hooks import watch_first_batch
 from gossamer.engine.policies import (
     Algorithm,
     AlgorithmName,
@@ -177,7 +177,8 @@ def decentralize(
     coordinator = StaticCoordinator(RoundBarrier(store, transport, settings.timeout), events=events)
     gossip = open_gossip(prepared, transport, coordinator, writer)
     if size > 1:
-        watch_first_batch(gossip, model, store, rank, size)
+        for undo in watch_first_batch(model, prepared.optimizers[0], store, rank, size):
+            gossip.on_stop(undo)
     return gossip
 
 

@@ -98,6 +98,11 @@ def flatten(named: Sequence[tuple[str, nn.Parameter]]) -> list[Flat]:
     """Lay the parameters out in flat buffers, one per dtype, device and kind, in the order given."""
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
+        if parameter.is_meta:
+            raise InputError(
+                f"parameter {name!r} is on the meta device and has no values; materialize and initialize the model "
+                "(model.to_empty(device=...)) before decentralize()"
+            )
         if parameter.is_complex():
             raise InputError(f"parameter {name!r} is complex; store it as a real tensor (torch.view_as_real) to mix it")
         key = (parameter.dtype, parameter.device, is_sharded(parameter))
@@ -135,6 +140,8 @@ def refuse_overlaps(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     To be asked of all of a model's parameters before any is laid out."""
     spans = []
     for name, parameter in named:
+        if parameter.is_meta:
+            continue  # `flatten` refuses it
         local = _local(parameter)
         if local.numel():
             extent = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))

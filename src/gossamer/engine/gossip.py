@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,13 +13,14 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from gossamer.comm import ChannelId, Job, Plain, Purpose, Transport, clock
+from gossamer.comm import ChannelId, Job, Plain, Purpose, Transport
 from gossamer.engine.averages import Control, averaged_buffers
 from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.lane import Lane
+from gossamer.engine.module_hooks import watch_forward, watch_loads
 from gossamer.engine.prepared import Prepared
 from gossamer.engine.protocol import MixedParameters, Participation
-from gossamer.errors import GossamerError, InputError
+from gossamer.errors import GossamerError, GossamerWarning, InputError
 from gossamer.trace import TraceWriter
 
 Collective = Generator[list[Job], None, Any]  # yields the exchanges it needs, goes on when they have arrived
@@ -57,8 +59,9 @@ class Gossip:
         for lane in lanes:
             lane.keeps_alive.append(self)
         _handles.add(self)
+        self._undo += watch_loads(self.model, self._loaded)
         if writer is not None:
-            self._watch_forward()
+            self._undo += watch_forward(self.model, lanes[0].forwarded)
 
     # -- collective calls --------------------------------------------------------------------------------------
 
@@ -247,11 +250,18 @@ class Gossip:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
+    def _loaded(self) -> None:
+        """The model's `load_state_dict()` was called: the parameters are no longer those that are being exchanged."""
+        for lane in self.lanes:
+            if not lane.averaged:  # the end of an averaged() block restores the parameters
+                lane.overwritten = True
+
     @contextmanager
     def _together(self, call: str) -> Iterator[None]:
         """Inside, all workers are in the same call, at the same round, and nothing is under way."""
         if not self._open:
             raise GossamerError(f"{call} after close(); call decentralize() again to go on")
+        self._warn_if_unseen()
         try:
             for lane in self.lanes:
                 lane.park()
@@ -265,6 +275,18 @@ class Gossip:
 
     def _meet(self, call: str) -> None:
         self.coordinator.meet(self.lanes, call)
+
+    def _warn_if_unseen(self) -> None:
+        for lane in self.lanes:
+            if lane.trained_unseen():
+                warnings.warn(
+                    f"the parameters have changed since decentralize(), but no step of {type(lane.optimizer).__name__} "
+                    "was seen, so nothing has been exchanged; call step() on the optimizer that was passed to "
+                    "decentralize(), not on another one or on a wrapped one. After writing to the parameters yourself "
+                    "call reset()",
+                    GossamerWarning,
+                    stacklevel=5,
+                )
 
     def _collectively(self, call: str, steps: Callable[[], Collective]) -> Any:
         with self._together(call):
@@ -303,6 +325,7 @@ class Gossip:
             buffers = yield from averaged_buffers(self.model, self.control)
         with torch.no_grad():
             for lane, outs in zip(self.lanes, means, strict=True):
+                lane.averaged += 1
                 for bucket, mean in zip(lane.buckets, outs, strict=True):
                     _exchange_contents(bucket.x, mean)
                 for flat in lane.flats:
@@ -313,6 +336,7 @@ class Gossip:
         @torch.no_grad()
         def restore() -> None:
             for lane, outs in zip(self.lanes, means, strict=True):
+                lane.averaged -= 1
                 for bucket, own in zip(lane.buckets, outs, strict=True):
                     bucket.x.copy_(own)
                 for flat in lane.flats:
@@ -330,24 +354,6 @@ class Gossip:
                 squared += float(torch.linalg.vector_norm(value - center, dtype=torch.float64)) ** 2
         mean = yield from self.control.average(squared)
         return (float(mean) * self._shards) ** 0.5
-
-    def _watch_forward(self) -> None:
-        """Tell forward from backward in the trace."""
-        began: list[float] = []
-
-        def before(*_: Any) -> None:
-            if not torch.compiler.is_compiling():
-                began.append(clock())
-
-        def after(*_: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            since = began.pop()
-            if torch.is_grad_enabled() and self.model.training:
-                self.lanes[0].forwarded(since)
-
-        self.on_stop(self.model.register_forward_pre_hook(before).remove)
-        self.on_stop(self.model.register_forward_hook(after).remove)
 
     def _check_state(self, state: dict[str, Any]) -> None:
         if state.get("version") != 1:
@@ -394,6 +400,18 @@ def _exchange_contents(a: torch.Tensor, b: torch.Tensor, chunk: int = 2**18) -> 
 
 
 _handles: weakref.WeakSet[Gossip] = weakref.WeakSet()
+
+
+def refuse_in_use(model: nn.Module) -> None:
+    """Refuse a model whose parameters an open handle mixes already."""
+    mine = {id(p): name for name, p in model.named_parameters()}
+    for gossip in list(_handles):
+        for place in (p for lane in gossip.lanes for flat in lane.flats for p in flat.places):
+            if id(place.parameter) in mine:
+                raise InputError(
+                    f"parameter {mine[id(place.parameter)]!r} is mixed by an earlier decentralize() call that is still "
+                    "open; close() its handle first"
+                )
 
 
 @atexit.register

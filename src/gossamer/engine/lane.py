@@ -87,6 +87,8 @@ class Lane:
         )
         self.k = 0  # rounds launched
         self.keeps_alive: list[object] = []  # the optimizer's hooks hold the lane, which holds its handle
+        self.overwritten = False  # the user loaded other parameters: what is in flight belongs to the old ones
+        self.averaged = 0  # how many averaged() blocks the user is in
         self._stalled = False  # the last wait took so long that parked workers were asked to go on
         self.alone = self.schedule.topology.n == 1
         layout = self.schedule.topology.layout if self.schedule.inside is None else self.schedule.inside
@@ -94,6 +96,7 @@ class Lane:
         self._out = [] if self.alone else [self.room(b.x) for b in self.buckets]
         self._group_sizes = [len(g["params"]) for g in self.optimizer.param_groups]
         self._frozen = [p for g in self.optimizer.param_groups for p in g["params"] if not p.requires_grad]
+        self._start = self._fingerprint()
         self._outer: FrameType | None = None  # the step() call under way
         self._ready = False  # the parameters are mixed, step() may go on
         self._mark = clock()  # when the training thread began what it does now
@@ -109,6 +112,11 @@ class Lane:
         caller = sys._getframe(1)
         if self._outer is not None and _on_stack(self._outer, caller):
             return None  # a subclass calls super().step(): one step, not two
+        if self.averaged:
+            raise GossamerError(
+                "optimizer.step() inside `with gossip.averaged()`: the parameters are restored at the end of the "
+                "block, so the step would be lost; leave the block before training"
+            )
         self._outer, self._ready = caller, False
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -152,6 +160,16 @@ class Lane:
         self.meter.span("backward" if self._forwarded else "compute", self._mark, clock(), step=self.meter.steps)
         self._forwarded = False
         self._check()
+
+    def _fingerprint(self) -> list[float]:
+        return [float(torch.linalg.vector_norm(b.x.detach(), dtype=torch.float64)) for b in self.buckets]
+
+    def trained_unseen(self) -> bool:
+        """Whether the parameters changed without a step of the optimizer, and without a `load_state_dict()`."""
+        if self.meter.steps or self.overwritten or self.k or self._fingerprint() == self._start:
+            return False
+        self._start = self._fingerprint()
+        return True
 
     # -- what a kind of gossip does ----------------------------------------------------------------------------
 

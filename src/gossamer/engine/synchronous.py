@@ -104,7 +104,9 @@ class SyncLane(Lane):
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Put the round that arrived into the parameters."""
+        """Put the round that arrived into the parameters, unless the user has loaded others since."""
+        if self.overwritten:
+            self.drop()
         if self.jobs is None:
             return
         if self._sent is not None:
@@ -157,49 +159,53 @@ class SyncLane(Lane):
         self.finish()
         for job in self.jobs or ():
             self.meter.exchanged(job)
-        self.jobs, self.skips = None, 0
+        self.jobs, self.skips, self.overwritten = None, 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, and what cannot be sent again: with staleness the parameters moved on since the launch."""
+        """Counters, and what arrived of the round in flight. It is not sent again: a neighbor that took another number
+        of steps may have applied it already."""
+        if self.overwritten:
+            self.drop()
         state: dict[str, Any] = {
             "round": self.k,
             "steps": self.meter.steps,
             "skips": self.skips,
             "forced": self.forced,
-            "in_flight": self.jobs is not None,
+            "stale": self._sent is not None,
             "sketch": self.sketcher.state_dict() if self.sketcher is not None else None,
         }
-        if self.jobs is not None and self._sent is not None:
+        if self.jobs is not None:
             self.finish()
             state["arrived"] = [
-                (j.bucket, j.result.out.clone(), j.result.weight) for j in self.jobs if j.result is not None
+                (j.bucket, None if j.result is None else j.result.out.clone(), j.result and j.result.weight, j.sent)
+                for j in self.jobs
             ]
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. The round in flight is sent again from the same parameters."""
-        if state["in_flight"] and not self.alone and ("arrived" in state) != (self._sent is not None):
+        """Continue where `state` was taken, with what had arrived of the round in flight."""
+        if "stale" not in state:
             raise InputError(
-                f"the state was saved {'with' if 'arrived' in state else 'without'} staleness and this run has "
+                "the state was saved by Gossamer 0.1, which did not save the round in flight; load only the model and "
+                "the optimizer"
+            )
+        if "arrived" in state and not self.alone and state["stale"] != (self._sent is not None):
+            raise InputError(
+                f"the state was saved {'with' if state['stale'] else 'without'} staleness and this run has "
                 f"staleness={self.staleness}; resume with the same, or load only the model and the optimizer"
             )
         self.drop()
         self.k, self.meter.steps, self.forced = state["round"], state["steps"], state["forced"]
         if self.sketcher is not None and state["sketch"] is not None:
             self.sketcher.load_state_dict(state["sketch"])
-        if not state["in_flight"] or self.alone:
+        if "arrived" not in state or self.alone:
             return
-        if self._sent is None:
-            for flat in self.flats:
-                flat.pack()
-            self.k -= 1
-            self._post()
-            self.k += 1
-        else:
-            self.jobs = []
-            for b, out, weight in state["arrived"]:
+        self.jobs = []
+        for b, out, weight, sent in state["arrived"]:
+            mixed = None
+            if out is not None:
                 self._out[b][: out.numel()].copy_(out)
                 mixed = Mixed(self._out[b][: out.numel()], weight)
-                self.jobs.append(Job(self.k - 1, b, arrived, result=mixed, finished=clock()))
+            self.jobs.append(Job(self.k - 1, b, arrived, result=mixed, finished=clock(), sent=dict(sent)))
         self.skips = state["skips"]

@@ -75,6 +75,7 @@ class AsyncLane(Lane):
         self._lock.acquire()
         try:
             self._raise_failure()
+            self._adopt_loaded()
             self.state.show(self.clock.now())
         except BaseException:
             self._let_go()
@@ -107,6 +108,8 @@ class AsyncLane(Lane):
             )
 
     def values(self) -> list[Tensor]:
+        with self._lock, torch.no_grad():
+            self._adopt_loaded()
         return self.state.x
 
     def total_steps(self) -> int:
@@ -255,6 +258,13 @@ class AsyncLane(Lane):
     def adopt(self) -> None:
         """The parameters were written by the user: they are the state now."""
         with self._lock:
+            self.overwritten = False
+            self.state.adopt()
+
+    def _adopt_loaded(self) -> None:
+        """With the lock held: if the user loaded other parameters, they are the state now."""
+        if self.overwritten:
+            self.overwritten = False
             self.state.adopt()
 
     def count_steps(self, steps: int) -> None:
@@ -265,7 +275,8 @@ class AsyncLane(Lane):
 
     def state_dict(self) -> dict[str, Any]:
         """Inside a collective call: all events up to the limit are done, everywhere."""
-        with self._lock:
+        with self._lock, torch.no_grad():
+            self._adopt_loaded()
             return {
                 "algorithm": self.policy.name,
                 "steps": self.meter.steps,
@@ -284,6 +295,7 @@ class AsyncLane(Lane):
                 f"{self.policy.name!r}; resume with the same, or load only the model and the optimizer"
             )
         with self._lock:
+            self.overwritten = False
             self.meter.steps = state["steps"]
             self.state.load_state_dict(state)
             time = self.timetable.resume(state["started"], state["rounds"], live=self._thread is not None)
