@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from gossamer.errors import GossamerWarning, InputError
 from gossamer.lab.bandwidth import Way, batches, measure
@@ -17,6 +17,7 @@ from gossamer.lab.shaping import HUB_ADDRESS, LinkRates, address, format_rate, p
 from gossamer.lab.workers.placement import Node, check_per_node
 from gossamer.lab.workers.pool import WorkerPool
 
+T = TypeVar("T")
 Network = Literal["namespaces", "paced", "loopback"]
 PACE = "GOSSAMER_PACE"  # the variable from which the transports of a paced cluster read the rates
 MEASURE_SECONDS, RETRY_SECONDS = 0.25, (0.5, 1.0)  # how long a link is measured; longer if the first result is off
@@ -133,7 +134,7 @@ class LabCluster:
         self._pools.append(pool)
         return pool
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    def run(self, fn: Callable[..., T], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[T]:
         """Call `fn(rank, *args, **kwargs)` on new workers; return the results by rank. `stats` describes the run."""
         with self.pool(timeout=timeout, grace=0.2) as pool:
             results = pool.run(fn, *args, **kwargs)

@@ -98,7 +98,7 @@ def learn(rank: int, run: LearningRun) -> dict[str, Any]:
     model = Student(run.width)
     labels, data = teacher(), torch.Generator().manual_seed(1000 * run.seed + rank)
     optimizer = optimizer_of(run.method.optimizer, model.parameters(), run.lr)
-    gossip: Any = None
+    gossip: gossamer.Gossip | None = None
     forward: nn.Module = model
     if run.method.algorithm == "ddp":
         forward = baseline.ddp(model, bucket_mb=run.bucket_mb, wire=run.method.wire)
@@ -134,7 +134,7 @@ def learn(rank: int, run: LearningRun) -> dict[str, Any]:
     return {"times": times, "losses": losses, "final": final}
 
 
-def _final_loss(model: Student, gossip: Any, labels: Callable[[Tensor], Tensor]) -> float:
+def _final_loss(model: Student, gossip: gossamer.Gossip | None, labels: Callable[[Tensor], Tensor]) -> float:
     x = torch.randn(4096, INPUTS, generator=torch.Generator().manual_seed(99))
     model.eval()
     with torch.no_grad():

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gossamer
 from gossamer.comm import PrefixStore, baseline, default_store, world
@@ -54,7 +54,7 @@ class BenchTrainer:
     forward: nn.Module
     model: EmulatedModel
     optimizer: torch.optim.Optimizer | None  # None: the package steps inside backward
-    gossip: Any = None
+    gossip: gossamer.Gossip | None = None  # None: another package
     finish: Callable[[], Any] = lambda: None
     watch: Watch | None = None
     cause: str = "exchange"  # what the backward pass waits for, if the package is not Gossamer
@@ -82,8 +82,9 @@ class BenchTrainer:
 
     def exchanging(self) -> bool:
         """Whether this worker has exchanged, or has no peer."""
+        assert self.gossip is not None
         stats = self.gossip.stats()
-        return stats["rounds"] > 0 or not stats["bytes_sent_by_peer"]
+        return bool(stats["rounds"] > 0 or not stats["bytes_sent_by_peer"])
 
     def counters(self) -> dict[str, float]:
         """Counters that only grow: seconds waited as `wait:CAUSE`, bytes sent as `sent:RANK`, and numbers of rounds."""
@@ -97,7 +98,7 @@ class BenchTrainer:
         return {**waits, "wait:own machine": max(0.0, other), **sent, **rounds}
 
 
-def optimizer_of(name: str, parameters: Any, lr: float = 1e-3) -> torch.optim.Optimizer:
+def optimizer_of(name: str, parameters: Iterable[Tensor], lr: float = 1e-3) -> torch.optim.Optimizer:
     """The optimizer of a method; all packages get the same one."""
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=lr, momentum=0.9, fused=True)
@@ -105,8 +106,6 @@ def optimizer_of(name: str, parameters: Any, lr: float = 1e-3) -> torch.optim.Op
         return gossamer.GossipAdam(parameters, lr=lr)
     if name == "accumadam":
         return gossamer.AccumAdam(parameters, lr=lr, accumulate=4)
-    if name == "gossipadam":
-        return gossamer.GossipAdam(parameters, lr=lr, fused=True)
     assert name == "adam", name
     return torch.optim.Adam(parameters, lr=lr, fused=True)
 

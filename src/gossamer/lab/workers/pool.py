@@ -24,13 +24,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, TypeVar
 
 from gossamer.errors import InputError
 from gossamer.lab.cpu import CpuMeter, RunStats
 from gossamer.lab.workers.placement import Node, check_per_node, reserved_port, worker_specs
 from gossamer.lab.workers.worker import Worker, WorkerFailed, pickle_call
 
+T = TypeVar("T")
 START_SECONDS = 120.0  # every worker imports the main script first
 KILL_SECONDS = 10.0  # a process that is still there after this hangs in the kernel
 PRELOAD = ["gossamer.lab.workers.preload"]
@@ -141,7 +142,7 @@ class WorkerPool:
             self._workers, self._unpolled, self._shown = {}, [], {}
             atexit.unregister(self.kill)
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+    def run(self, fn: Callable[..., T], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[T]:
         """Call `fn(rank, *args, **kwargs)` on every worker; return the results by rank.
 
         Raises WorkerFailed for the first worker that raised or died, and WorkerTimeout after `timeout` seconds
@@ -173,7 +174,7 @@ class WorkerPool:
             self.kill()  # workers that are not set up must not run anything
             raise
 
-    def _call_all(self, fn: Callable[..., Any], call: bytes, limit: float) -> list[Any]:
+    def _call_all(self, fn: Callable[..., T], call: bytes, limit: float) -> list[T]:
         name = getattr(fn, "__name__", str(fn))
         begin = time.monotonic()
         workers = [self._workers[rank] for rank in range(self.n)]
@@ -304,14 +305,14 @@ class WorkerPool:
 
 def run_workers(
     n: int | None,
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     *args: Any,
     per_node: Sequence[int] | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float = 60.0,
     verbose: bool = False,
     **kwargs: Any,
-) -> list[Any]:
+) -> list[T]:
     """Call `fn(rank, *args, **kwargs)` on n new processes on loopback; return the results by rank.
 
     `per_node=[2, 2]` lets the workers believe they are on two nodes (LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK); n may
