@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gossamer.report.plots.style import method_styles
+
 Found = dict[str, Any]
 Picture = Callable[[Path], None]
 DIGITS = {"bleu": 2, "accuracy": 4, "loss": 4}
@@ -134,7 +136,7 @@ def _dots(metric: str, found: Found, path: Path) -> None:
     axis.axvline(mean, color=GREY)
     for at, name in enumerate(names):
         values = _finals(found[name], metric)
-        color = "#555555" if name == "ddp" else COLORS[0 if name.startswith("dadam") else 1 if "accum" in name else 2]
+        color = method_styles([name])[name].color
         axis.plot(values, [at] * len(values), "o", color=color, markersize=4, alpha=0.7)
         axis.plot([statistics.mean(values)], [at], "|", color=color, markersize=14, markeredgewidth=2)
     axis.set_yticks(range(len(names)), names, fontsize=8)
@@ -169,13 +171,15 @@ def _lm(found: Found) -> tuple[str, Picture]:
 def _curves(found: Found, target: float, path: Path) -> None:
     plt = _pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(9.0, 3.6), sharey=True, layout="constrained")
-    for (name, got), color in zip(found.items(), ("#555555", *COLORS), strict=False):
+    styles = method_styles(list(found))
+    for name, got in found.items():
+        color, dashes = styles[name].color, styles[name].dash or (None, None)
         seconds = got["runs"][0]["step_seconds"]
         points = list(zip(*[r["evaluations"] for r in got["runs"]], strict=True))
         steps = [p[0][0] for p in points]
         mean = [statistics.mean(e[1] for e in p) for p in points]
-        axes[0].plot(steps, mean, marker=".", label=name, color=color, linewidth=1.4)
-        axes[1].plot([s * seconds for s in steps], mean, marker=".", color=color, linewidth=1.4)
+        axes[0].plot(steps, mean, marker=".", label=name, color=color, dashes=dashes, linewidth=1.4)
+        axes[1].plot([s * seconds for s in steps], mean, marker=".", color=color, dashes=dashes, linewidth=1.4)
     for axis, label in zip(axes, ("steps", "simulated seconds on 4 x 4 A40"), strict=True):
         axis.axhline(target, color="#333333", linestyle="dotted", linewidth=1)
         axis.set_xlabel(label)
@@ -264,7 +268,8 @@ def _spreads(found: Found, places: list[str], path: Path) -> None:
     plt = _pyplot()
     figure, axes = plt.subplots(1, len(places), figsize=(3.2 * len(places), 3.2), layout="constrained", squeeze=False)
     for axis, place in zip(axes[0], places, strict=True):
-        for method, color in (("ad-psgd", "#555555"), ("a2cid2", COLORS[0])):
+        for method, style in method_styles(["ad-psgd", "a2cid2"]).items():
+            color = style.color
             got = found.get(f"{place} {method}:ring")
             for run in got["runs"] if got else []:
                 axis.plot(

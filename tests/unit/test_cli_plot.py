@@ -173,6 +173,8 @@ def test_a_method_has_one_style_everywhere() -> None:
     alone = method_styles(["accumadam:aer:bf16"])["accumadam:aer:bf16"]
     among = method_styles(["ddp", "dadam:aer", "accumadam:aer", "accumadam:aer:bf16"])
     assert (among["accumadam:aer:bf16"].color, among["accumadam:aer:bf16"].dash) == (alone.color, alone.dash)
+    later = method_styles(["accumadam:aer:bf16 exact-inside", "accumadam:aer:bf16"])["accumadam:aer:bf16"]
+    assert (later.color, later.dash) == (alone.color, alone.dash)
     assert among["ddp"].color == METHOD_COLORS["ddp"] == "#8a8f98"  # gray
     assert set(METHOD_COLORS) >= set(FAMILIES)
 

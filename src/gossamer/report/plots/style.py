@@ -64,8 +64,9 @@ def method_styles(labels: Sequence[str]) -> dict[str, MethodStyle]:
     """
     styles: dict[str, MethodStyle] = {}
     used: set[tuple[str, int]] = set()
-    for at, label in enumerate(dict.fromkeys(labels)):
-        name, topology, wire, *_ = [*label.split(" ")[0].split(":"), "", ""]
+    different = list(dict.fromkeys(labels))
+    for label in sorted(different, key=lambda text: " " in text):  # a plain method comes first and keeps its own dash
+        name, topology, wire, *_ = [*label.split(" ")[0].rstrip(",").split(":"), "", ""]
         if name == "ddp":
             topology, wire = "", topology
         color = _shade(METHOD_COLORS.get(name, OTHER_COLOR), TOPOLOGY_SHADES.get(topology.partition("(")[0], 0.0))
@@ -73,8 +74,8 @@ def method_styles(labels: Sequence[str]) -> dict[str, MethodStyle]:
         while (color, dash) in used and len([d for c, d in used if c == color]) < len(DASHES):
             dash = (dash + 1) % len(DASHES)
         used.add((color, dash))
-        styles[label] = MethodStyle(color, DASHES[dash], MARKERS[at % len(MARKERS)])
-    return styles
+        styles[label] = MethodStyle(color, DASHES[dash], MARKERS[different.index(label) % len(MARKERS)])
+    return {label: styles[label] for label in different}
 
 
 def _shade(color: str, amount: float) -> str:
