@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from gossamer.errors import InputError
+from gossamer.predict.advise import advise
 from gossamer.predict.cluster import ClusterSpec, from_dict, load, to_toml
 from gossamer.predict.predict import derived, predict
 from gossamer.predict.presets import PRESETS
@@ -121,6 +122,26 @@ def test_derived_numbers():
     assert got["gamma"] == pytest.approx(3.5)
     assert got["omega"] == pytest.approx(1 / 1.75, rel=0.01)  # once each way instead of twice 7/8
     assert got["sigma2"] == pytest.approx(0.04, rel=0.05)
+
+
+def test_sensitivity_to_bandwidth_scales_the_links_of_pairs_too():
+    cluster = from_dict(
+        {
+            "nodes": 2,
+            "per_node": 2,
+            "links": {
+                "inter": {"bandwidth_gbps": 10},
+                "pairs": [{"nodes": [0, 1], "bandwidth_gbps": 1}],
+            },
+            "compute": {"seconds": 0.01},
+            "model": {"mb": 100},
+        }
+    )
+    found = advise(cluster, steps=20)
+    now = predict("ddp", cluster, steps=20).step_time
+    times = {case["if"]: case["ddp_step_time"] for case in found.sensitivity}
+    assert times["twice the bandwidth"] < 0.6 * now
+    assert times["half the bandwidth"] > 1.8 * now
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gossamer.errors import InputError
-from gossamer.predict.cluster import ClusterSpec, MiB
+from gossamer.predict.cluster import ClusterSpec, LinkSpec, MiB
 from gossamer.predict.methods import DDP_WIRES, Method, parse
 from gossamer.predict.predict import derived, predict
 from gossamer.predict.simulator import ExchangePolicy, Result
@@ -309,12 +309,14 @@ def _written(value: Any) -> str:
 
 def _sensitivity(cluster: ClusterSpec, best: Row, steps: int, seed: int) -> list[dict[str, Any]]:
     """Return the saving of the recommended method on clusters that differ a little."""
-    inter = cluster.links.inter
-    flow = inter.flow_gbps
+
+    def scaled(link: LinkSpec, factor: float) -> LinkSpec:
+        flow = link.flow_gbps and link.flow_gbps * factor
+        return link.model_copy(update={"bandwidth_gbps": link.bandwidth_gbps * factor, "flow_gbps": flow})
 
     def faster(factor: float) -> ClusterSpec:
-        update = {"bandwidth_gbps": inter.bandwidth_gbps * factor, "flow_gbps": flow and flow * factor}
-        return cluster.changed(links={"inter": inter.model_copy(update=update)})
+        pairs = tuple(scaled(pair, factor) for pair in cluster.links.pairs)
+        return cluster.changed(links={"inter": scaled(cluster.links.inter, factor), "pairs": pairs})
 
     cases = [("twice the bandwidth", faster(2)), ("half the bandwidth", faster(0.5))]
     cases.append(("no jitter", cluster.changed(compute={"jitter": "none", "samples": None})))

@@ -59,9 +59,6 @@ def markdown(found: Found, title: str) -> str:
     return "\n".join([*lines, "", _note(groups), ""])
 
 
-# -- table ----------------------------------------------------------------------------------------------------------
-
-
 def _columns(groups: Sequence[Group]) -> list[Column]:
     """Return the columns of the table, without empty ones."""
     rows = summary(groups)
@@ -123,9 +120,6 @@ def _times(clock: dict[str, Any]) -> str:
     return "measured medians of worker 0 without evaluations"
 
 
-# -- page -----------------------------------------------------------------------------------------------------------
-
-
 def _page(folder: Path, found: Found) -> str:
     groups = grouped(found.runs)
     columns, rows = _columns(groups), summary(groups)
@@ -156,7 +150,8 @@ def _charts(groups: Sequence[Group]) -> list[str]:
     drawn = []
     for title, name, axis in wanted:
         lines = {g.label: _mean_line(g, name, axis) for g in groups}
-        drawn.append(line_chart(lines, title=title, unit="step" if axis == "step" else "s"))
+        small = name in ("loss", "train", "distance")  # values that fall toward 0
+        drawn.append(line_chart(lines, title=title, unit="step" if axis == "step" else "s", log_allowed=small))
     return ["<h2>Curves</h2>", legend([g.label for g in groups]), '<div class="grid">', *drawn, "</div>"]
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gossamer.predict.closed_form import Contour
 
 POINTS = 250  # of a curve of the consensus study; more cannot be seen
-LOG_RANGE = 8.0  # values whose largest is this many times the smallest are drawn on a logarithmic axis
+LOG_RANGE = 8.0  # ratio of the largest to the smallest value from which an axis is logarithmic
 FORCINGS = {
     "none": "averaging white values",
     "noise": "independent noise in each step",
@@ -41,12 +41,12 @@ FORCINGS = {
 Points = Sequence[tuple[float, float]]
 
 
-# -- charts of a report page ------------------------------------------------------------------------------------------
-
-
-def line_chart(lines: Mapping[str, Sequence[tuple[float, float, float]]], *, title: str, unit: str) -> str:
+def line_chart(
+    lines: Mapping[str, Sequence[tuple[float, float, float]]], *, title: str, unit: str, log_allowed: bool = False
+) -> str:
     """Return a chart as a part of a page; `lines` has (x, mean, standard deviation) for each label.
 
+    With `log_allowed`, values over a wide range are drawn on a logarithmic axis.
     Lines are dashed differently and get thinner from first to last, so that equal curves do not hide each other.
     The legend is not part of the chart: `legend` makes one for all charts of a page.
     """
@@ -55,7 +55,8 @@ def line_chart(lines: Mapping[str, Sequence[tuple[float, float, float]]], *, tit
     styles = method_styles(list(lines))
     means = [y for points in lines.values() for _, y, _ in points if math.isfinite(y)]
     positive = [y for y in means if y > 0]
-    logarithmic = bool(positive) and max(positive) > LOG_RANGE * min(positive) and min(means) >= 0
+    wide = bool(positive) and max(positive) > LOG_RANGE * min(positive)
+    logarithmic = log_allowed and wide and min(means) >= 0
     hidden = []
     for at, (label, points) in enumerate(lines.items()):
         style = styles[label]
@@ -83,7 +84,8 @@ def line_chart(lines: Mapping[str, Sequence[tuple[float, float, float]]], *, tit
         "box": axes_box(figure, axis),
         "lines": [{"label": label, "points": _rounded(points)} for label, points in lines.items()],
     }
-    caption = title + (f" (logarithmic; {', '.join(hidden)} is 0)" if hidden else "")
+    zero = f"; 0 for {', '.join(hidden)}" if hidden else ""
+    caption = f"{title} (logarithmic{zero})" if logarithmic else title
     return live_figure(drawn, data, caption)
 
 
@@ -102,9 +104,6 @@ def _sample(style: MethodStyle) -> str:
     dashes = f' stroke-dasharray="{" ".join(f"{2 * d:g}" for d in style.dash)}"' if style.dash else ""
     line = f'<line x1="0" x2="34" y1="6" y2="6" stroke="{style.color}" stroke-width="3"{dashes}/>'
     return f'<svg viewBox="0 0 34 12">{line}</svg>'
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
 
 
 def draw_loss(curves: Mapping[str, Points], path: str | Path, *, target: float) -> Path:
