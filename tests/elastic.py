@@ -21,6 +21,14 @@ from policies import policies
 LIMIT = 60.0  # seconds until a test's worker counts as hung
 
 
+def until(condition: Callable[[], bool], complaint: str = "") -> None:
+    """Wait for `condition`; fail with `complaint` after LIMIT seconds."""
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.005)
+
+
 class Worker(threading.Thread):
     """Trains `steps` steps of a small regression at its own pace, then calls `end(gossip)`."""
 
@@ -69,11 +77,12 @@ class Worker(threading.Thread):
 
     def until(self, step: int) -> None:
         """Wait until this worker has taken `step` steps."""
-        deadline = time.monotonic() + LIMIT
-        while self.gossip is None or self.gossip.lanes[0].meter.steps < step:
+
+        def reached() -> bool:
             assert self.error is None, self.error
-            assert time.monotonic() < deadline, f"worker {self.rank} does not reach step {step}"
-            time.sleep(0.005)
+            return self.gossip is not None and self.gossip.lanes[0].meter.steps >= step
+
+        until(reached, f"worker {self.rank} does not reach step {step}")
 
 
 class Job:

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from elastic import finish, job
+from elastic import finish, job, until
 from gossamer import GossamerError, InputError, VirtualCluster
 from gossamer.comm import PeerError
 from gossamer.comm.tcp.frame import Ask
@@ -114,10 +114,7 @@ def test_a_worker_that_was_silent_too_long_joins_again_with_a_members_state(monk
         members = workers[1].gossip.members
         beat, members.links.send_all = members.links.send_all, lambda *a, **k: None
         workers[1].frozen.set()
-        deadline = time.monotonic() + 20
-        while 1 in workers[0].gossip.stats()["members"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: 1 not in workers[0].gossip.stats()["members"])
         members.links.send_all = beat
         workers[1].frozen.clear()
         results = finish(workers)
@@ -147,7 +144,8 @@ def test_a_collective_call_in_which_a_worker_dies_is_repeated_without_it(monkeyp
     with job(monkeypatch, 3, 1, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
         workers = [made.start(rank, 15, report if rank else lambda g: time.sleep(60), 0.005) for rank in range(3)]
         workers[0].until(15)
-        time.sleep(0.5)  # the others are in consensus_distance() by now
+        others = workers[1:]
+        until(lambda: all(w.gossip is not None and w.gossip.coordinator.meetings.parked for w in others))
         threading.Thread(target=workers[0].kill, daemon=True).start()
         results = finish(workers[1:])
     assert all(stats["members"] == [1, 2] for *_, stats in results)
@@ -175,10 +173,12 @@ def test_the_older_of_two_processes_with_one_rank_ends(monkeypatch):
         with pytest.raises(GossamerError, match=r"another process .* has joined the job as worker 1"):
             finish([workers[1]])
         workers[1].kill()
-        epoch = second.gossip.stats()["epoch"]
-        second.until(second.gossip.stats()["steps"] + 10)
+        second.until(1)  # it has started
         others = [workers[0], workers[2], second]
-        assert [w.gossip.stats()["epoch"] for w in others] == [epoch] * 3  # nobody was evicted since
+        until(lambda: len({w.gossip.members.record.epoch for w in others}) == 1)
+        epoch = second.gossip.members.record.epoch
+        second.until(second.gossip.stats()["steps"] + 20)
+        assert [w.gossip.members.record.epoch for w in others] == [epoch] * 3  # no worker was evicted since
         for worker in others:
             worker.steps = 0  # end now
         results = finish(others)
@@ -267,10 +267,7 @@ def test_bad_arguments(options, complaint):
 
 
 def test_threads_and_sockets_are_gone_after_close(monkeypatch):
-    before = {t.name for t in threading.enumerate()}
+    before = set(threading.enumerate())
     with job(monkeypatch, 3, 1, topology="complete", soft_deadline=5.0, hard_deadline=20.0) as made:
         finish(made.all(10, report))
-    deadline = time.monotonic() + 20
-    while left := [t.name for t in threading.enumerate() if t.name.startswith("gossamer-") and t.name not in before]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    until(lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("gossamer-")])

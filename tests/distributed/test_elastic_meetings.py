@@ -6,7 +6,7 @@ import time
 import pytest
 
 import gossamer
-from elastic import Worker, finish, job
+from elastic import Worker, finish, job, until
 from gossamer import Checkpoints, GossamerError, GossamerWarning
 from gossamer.checkpoint import files
 from gossamer.comm import PeerError
@@ -29,13 +29,6 @@ def cut(monkeypatch):
 
     monkeypatch.setattr(DirectoryClient, "ask", perhaps)
     return cut
-
-
-def until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def met(gossip):

@@ -2,15 +2,8 @@
 
 import time
 
-from elastic import finish, job
+from elastic import finish, job, until
 from gossamer.comm.tcp import look
-
-
-def until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_workers_can_leave_after_the_directory_was_restarted(monkeypatch):
