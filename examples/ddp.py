@@ -23,7 +23,8 @@ def report(model: nn.Module, data: TensorDataset, epoch: int) -> None:
     x, y = data.tensors
     scores = model(x)
     loss, accuracy = nn.functional.cross_entropy(scores, y), (scores.argmax(1) == y).float().mean()
-    print(f"epoch {epoch}  test loss {loss:.4f}  accuracy {accuracy:.3f}", flush=True)
+    if dist.get_rank() == 0:
+        print(f"epoch {epoch}  test loss {loss:.4f}  accuracy {accuracy:.3f}", flush=True)
 
 
 def main(epochs: int) -> None:
@@ -40,12 +41,10 @@ def main(epochs: int) -> None:
         sampler.set_epoch(epoch)
         for x, y in loader:
             nn.functional.cross_entropy(model(x), y).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        if dist.get_rank() == 0:
-            report(model, test, epoch)
+        report(model, test, epoch)
     dist.destroy_process_group()
 
 

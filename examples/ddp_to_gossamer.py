@@ -24,7 +24,8 @@ def report(model: nn.Module, data: TensorDataset, epoch: int) -> None:
     x, y = data.tensors
     scores = model(x)
     loss, accuracy = nn.functional.cross_entropy(scores, y), (scores.argmax(1) == y).float().mean()
-    print(f"epoch {epoch}  test loss {loss:.4f}  accuracy {accuracy:.3f}", flush=True)
+    if dist.get_rank() == 0:
+        print(f"epoch {epoch}  test loss {loss:.4f}  accuracy {accuracy:.3f}", flush=True)
 
 
 def main(epochs: int) -> None:
@@ -34,20 +35,18 @@ def main(epochs: int) -> None:
     sampler = DistributedSampler(train)
     loader = DataLoader(train, batch_size=32, sampler=sampler)
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = gossamer.GossipAdamW(model.parameters(), lr=0.01)  # the learning rate of DDP
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
     gossip = gossamer.decentralize(model, optimizer)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for x, y in loader:
             nn.functional.cross_entropy(model(x), y).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
         with gossip.averaged():
-            if dist.get_rank() == 0:
-                report(model, test, epoch)
+            report(model, test, epoch)
     gossip.close()
     dist.destroy_process_group()
 
