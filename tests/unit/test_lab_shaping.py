@@ -5,6 +5,7 @@ import os
 import pytest
 
 from gossamer import InputError
+from gossamer.cli import main
 from gossamer.lab import LabCluster, LabUnavailable, format_rate, namespaces, parse_rate
 from gossamer.lab.shaping import LinkRates, shape
 
@@ -118,3 +119,12 @@ def test_leftovers_are_those_of_dead_launchers(monkeypatch, tmp_path):
         (tmp_path / name).touch()
     monkeypatch.setattr(namespaces, "NETNS", tmp_path)
     assert namespaces.leftovers() == sorted([reused, "gsm-99999999-5-0-hub"])
+
+
+def test_probe_without_namespaces_names_its_own_option(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("gossamer.lab.namespaces.os.geteuid", lambda: 1000)
+    out = tmp_path / "cluster.toml"
+    assert main(["probe", "--nodes", "2", "--per-node", "1", "--link", "1mbit", "-o", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert "--link: shaped links need root; run with sudo, or leave --link out" in error
+    assert not out.exists()

@@ -63,8 +63,10 @@ def _lab_worker(rank: int, seconds: float) -> dict[str, Any]:
 
 
 def _measure_in_lab(per_node: tuple[int, ...], link: str | None, seconds: float) -> dict[str, Any]:
-    from gossamer.lab import LabCluster
+    from gossamer.lab import LabCluster, LabUnavailable, why_unavailable
 
+    if link and (reason := why_unavailable()):
+        raise LabUnavailable(f"--link: {reason}, or leave --link out to measure loopback")
     with LabCluster(per_node=list(per_node), link=link, network="namespaces" if link else "loopback") as cluster:
         measured: dict[str, Any] = cluster.run(_lab_worker, seconds, timeout=600)[0]
     return measured

@@ -89,7 +89,9 @@ class LabCluster:
         if self.network == "namespaces":
             reason = why_unavailable()
             if reason is not None:
-                raise LabUnavailable(reason)
+                raise LabUnavailable(
+                    f'{reason}, or use network="paced" (the transport emulates the rates) or network="loopback"'
+                )
             clean_up()
             self._namespaces = Namespaces(self.nodes, self.links)
             try:

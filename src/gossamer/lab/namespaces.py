@@ -35,15 +35,14 @@ class LabUnavailable(GossamerError):
 
 
 def why_unavailable() -> str | None:
-    """Why network namespaces cannot be used on this machine, as a sentence; None if they can."""
-    remedy = 'use network="paced" (rates emulated in the transport) or network="loopback"'
+    """Why network namespaces cannot be used on this machine, and what to do about it; None if they can be used."""
     if sys.platform != "linux":
-        return f"the lab's shaped links need Linux, this is {sys.platform}; {remedy}"
+        return f"shaped links need Linux, this is {sys.platform}"
     missing = [tool for tool in ("ip", "tc") if _tool(tool) is None]
     if missing:
-        return f"the lab's shaped links need `{'` and `'.join(missing)}` (install iproute2); {remedy}"
+        return f"shaped links need `{'` and `'.join(missing)}`; install iproute2"
     if os.geteuid() != 0:
-        return f"the lab's shaped links need root; run with sudo, or {remedy}"
+        return "shaped links need root; run with sudo"
     return None
 
 
