@@ -37,6 +37,25 @@ def test_export_loads_into_the_plain_model_and_scores_what_the_run_said(trained,
     assert "mean of 4 workers after step 2" in capsys.readouterr().out
 
 
+def test_a_finished_run_has_a_model_to_export_and_can_be_extended(tmp_path, capsys):
+    run, out = str(tmp_path / "run"), str(tmp_path / "model.pt")
+    command = ["train", "vision", *TINY, "--method", "ddp", "--json"]
+    assert main([*command, "--out", run]) == 0
+    assert main(["export", run, "-o", out, "--json"]) == 0
+    assert main(["train", "--resume", run, "--steps", "4", "--json"]) == 0
+    capsys.readouterr()
+    assert main([*command, "--out", f"{run}-2", "--no-save-final"]) == 0
+    assert main(["export", f"{run}-2", "-o", out]) == 2
+    assert "holds no complete checkpoint; save one first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_comparison_keeps_models_only_if_asked(asked, tmp_path):
+    command = ["compare", "vision", *TINY, "--methods", "dadam:ring", "--jobs", "1", "--json", "--out", str(tmp_path)]
+    assert main([*command, *(["--save-final"] if asked else [])]) == 0
+    assert bool(list(tmp_path.rglob("step-00000003/manifest.json"))) == asked
+
+
 def test_resume_with_other_virtual_workers(trained, tmp_path, capsys):
     command = ["train", "--resume", str(trained), "--json"]
     assert main([*command, "--workers", "3"]) == 2
@@ -58,7 +77,7 @@ def test_resume_with_other_virtual_workers(trained, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["/nowhere", "-o", "m.pt"], "there is no folder /nowhere; pass the --out of gossamer train"),
-        (["EMPTY", "-o", "m.pt"], "holds no complete checkpoint; save some first"),
+        (["EMPTY", "-o", "m.pt"], "holds no complete checkpoint; save one first"),
         (["RUN", "-o", "/proc/none/m.pt"], "cannot write /proc/none/m.pt: Parent directory /proc/none does not exist"),
         (["RUN", "-o", "m.pt", "--step", "1"], "no checkpoint of step 1 in"),
         (["RUN"], "Missing option '--output' / '-o'"),

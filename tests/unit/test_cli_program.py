@@ -77,7 +77,7 @@ def test_no_command_shows_the_help(arguments: list[str], capsys: pytest.CaptureF
 def added(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A command added as a contributor would: a module with an `app`, a line in the table."""
     module = types.ModuleType("gossamer.cli.fail")
-    module.app = gossamer.cli.options.command_app()  # type: ignore[attr-defined]
+    module.app = gossamer.cli.common.command_app()  # type: ignore[attr-defined]
 
     @module.app.command(epilog="Example: gossamer fail input")
     def fail(how: str) -> None:

@@ -29,7 +29,7 @@ def test_train_stop_and_resume(tmp_path, capsys):
     assert content["clock"]["cluster"] == "a40"
     assert said["seconds"] == pytest.approx(3 * content["clock"]["step_seconds"])
     assert main(["train", "--resume", str(out), "--json"]) == 2
-    assert "has done all its 3 steps; pass --steps with more" in capsys.readouterr().err
+    assert "has completed all 3 steps; pass a larger --steps" in capsys.readouterr().err
     assert main(["train", "--resume", str(out), "--steps", "5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 5
 

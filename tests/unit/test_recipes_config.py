@@ -120,3 +120,9 @@ def test_optimizers_and_gossip_of_a_method():
         "on_failure": "raise",
     }
     assert gossip_settings(parse("a2cid2:ring"), RunConfig(task="x"))["algorithm"] == gossamer.A2CiD2()
+
+
+def test_the_deadlines_of_an_elastic_run_arrive_in_its_gossip():
+    config = RunConfig(task="x", on_failure="continue", soft_deadline=0.25, hard_deadline=2.0)
+    settings = gossip_settings(parse("dadam:ring"), config)
+    assert settings["on_failure"] == gossamer.Continue(soft_deadline=0.25, hard_deadline=2.0)

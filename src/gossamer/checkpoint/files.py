@@ -230,7 +230,9 @@ def latest_in(folder: Path) -> int:
     """Return the step of the newest complete checkpoint; raise `InputError` if there is none."""
     found = steps_in(folder)
     if not found:
-        raise InputError(f"{folder} holds no complete checkpoint; save some first (gossamer train: --checkpoint-every)")
+        raise InputError(
+            f"{folder} holds no complete checkpoint; save one first (gossamer train: --save-final, --checkpoint-every)"
+        )
     return found[-1]
 
 

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gossamer.cli.options import Json, N, Nodes, PerNode, command_app
-from gossamer.cli.output import print_json, print_rich, table
+from gossamer.cli.common import Json, N, Nodes, PerNode, command_app, print_json, print_rich, table
 
 app = command_app()
 

@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gossamer.cli.options import Json, Nodes, PerNode, command_app, layout_from
-from gossamer.cli.output import print_json, print_rich, table
+from gossamer.cli.common import (
+    Json,
+    Nodes,
+    PerNode,
+    command_app,
+    count_of,
+    layout_from,
+    print_json,
+    print_rich,
+    table,
+)
 from gossamer.errors import InputError
 from gossamer.recipes.metrics import finite
 
@@ -170,7 +179,7 @@ def _setup(
 
 def _duration(runs: int, seconds: float) -> str:
     long = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-    return f"{runs} run{'s' * (runs != 1)}, at least {long}"
+    return f"{count_of(runs, 'run')}, at least {long}"
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gossamer.cli.options import Json, Nodes, PerNode, command_app, layout_from
-from gossamer.cli.output import print_json, print_rich, table
+from gossamer.cli.common import Json, Nodes, PerNode, command_app, layout_from, print_json, print_rich, table
 from gossamer.errors import InputError
 from gossamer.recipes.metrics import finite
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gossamer.cli.options import command_app
-from gossamer.cli.output import print_json, print_rich
+from gossamer.cli.common import command_app, print_json, print_rich
 from gossamer.cli.run_options import OUTPUT, WORKERS, RunFlags, with_run_flags
 from gossamer.errors import GossamerError, InputError
 

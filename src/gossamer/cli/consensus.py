@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gossamer.cli.output import print_json, print_rich, table
+from gossamer.cli.common import print_json, print_rich, table
 from gossamer.errors import InputError
 
 if TYPE_CHECKING:

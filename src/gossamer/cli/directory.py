@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from gossamer.cli.options import Json, command_app
-from gossamer.cli.output import print_json, print_rich
+from gossamer.cli.common import Json, command_app, print_json, print_rich
 from gossamer.errors import InputError
 
 app = command_app()

@@ -15,8 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import typer
 
-from gossamer.cli.options import Json, command_app
-from gossamer.cli.output import print_json, print_rich, table
+from gossamer.cli.common import Json, command_app, print_json, print_rich, table
 
 app = command_app()
 

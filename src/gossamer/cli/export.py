@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gossamer.cli.options import Json, Output, command_app
-from gossamer.cli.output import print_json, print_rich
+from gossamer.cli.common import Json, Output, command_app, count_of, print_json, print_rich
 from gossamer.errors import InputError
 
 app = command_app()
@@ -42,18 +41,20 @@ def export(
         said = getattr(error, "strerror", None) or str(error).splitlines()[0].rstrip(".")
         raise InputError(f"cannot write {output}: {said}; choose another --output") from None
     tensors = [v for v in model.values() if isinstance(v, torch.Tensor)]
+    count = sum(t.numel() for t in tensors)
     facts = {
         "file": str(output),
         "step": manifest.step,
         "workers": manifest.workers,
         "tensors": len(tensors),
-        "values": sum(t.numel() for t in tensors),
+        "values": count,
         "bytes": output.stat().st_size,
     }
     if as_json:
         print_json(facts)
     else:
         print_rich(
-            f"{output}: the mean of {manifest.workers} workers after step {manifest.step}, {facts['values']:,} values",
+            f"{output}: the mean of {count_of(manifest.workers, 'worker')} after step {manifest.step}, "
+            f"{count_of(count, 'value')}",
             f"read it with: model.load_state_dict(torch.load({str(output)!r}, weights_only=True))",
         )

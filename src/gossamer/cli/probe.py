@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gossamer.cli.options import Json, N, Nodes, PerNode, command_app, layout_from
-from gossamer.cli.output import print_json, print_rich, table
+from gossamer.cli.common import Json, N, Nodes, PerNode, command_app, layout_from, print_json, print_rich, table
 
 app = command_app()
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gossamer.cli.options import Json, command_app
-from gossamer.cli.output import print_json, print_rich, table
+from gossamer.cli.common import Json, command_app, print_json, print_rich, table
 
 app = command_app()
 

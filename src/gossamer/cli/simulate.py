@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gossamer.cli.options import MAX_WORKERS, Json, N, Nodes, PerNode, command_app, layout_from
-from gossamer.cli.output import print_json, print_rich, table
+from gossamer.cli.common import (
+    MAX_WORKERS,
+    Json,
+    N,
+    Nodes,
+    PerNode,
+    command_app,
+    layout_from,
+    print_json,
+    print_rich,
+    table,
+)
 from gossamer.errors import InputError
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gossamer.cli.options import Json, N, Nodes, Output, PerNode, command_app, layout_from
-from gossamer.cli.output import print_json, print_rich, table
+from gossamer.cli.common import Json, N, Nodes, Output, PerNode, command_app, layout_from, print_json, print_rich, table
 from gossamer.errors import InputError
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gossamer.cli.options import Json, Output, command_app
-from gossamer.cli.output import print_json, print_rich, table
+from gossamer.cli.common import Json, Output, command_app, print_json, print_rich, table
 
 if TYPE_CHECKING:
     from gossamer.trace import Trace

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gossamer.cli.options import command_app
-from gossamer.cli.output import print_json, print_rich
+from gossamer.cli.common import command_app, count_of, print_json, print_rich
 from gossamer.cli.run_options import OUTPUT, RunFlags, with_run_flags
 from gossamer.errors import InputError
 
@@ -115,7 +114,8 @@ def _print(outcome: dict[str, Any], folder: Path, config: RunConfig, as_json: bo
     else:
         seconds = outcome["seconds"] / max(1, outcome["step"])
         clock = "simulated " if config.virtual else ""
-        print_rich(f"{folder}: {outcome['step']} steps, {seconds * 1e3:.1f} {clock}ms per step  {values(outcome)}")
+        steps = count_of(outcome["step"], "step")
+        print_rich(f"{folder}: {steps}, {seconds * 1e3:.1f} {clock}ms per step  {values(outcome)}")
     if outcome["stopped"]:
         how = f"resume with: gossamer train --resume {folder}"
         typer.echo(f"stopped after step {outcome['step']} of {config.steps}; {how}", err=True)

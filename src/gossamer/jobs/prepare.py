@@ -74,7 +74,7 @@ def resume_folder(
     changed = {"steps": before.steps if steps is None else steps, "per_node": tuple(places)}
     config = make_config({**before.model_dump(), **changed})
     if at >= config.steps:
-        raise InputError(f"{folder} has done all its {config.steps} steps; pass --steps with more to go on")
+        raise InputError(f"{folder} has completed all {config.steps} steps; pass a larger --steps to continue")
     check_method(config)
     task = checked_task(config)
     if config != before:

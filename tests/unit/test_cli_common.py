@@ -7,8 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from gossamer.cli.options import layout_from
-from gossamer.cli.output import print_json
+from gossamer.cli.common import layout_from, print_json
 from gossamer.errors import InputError
 from gossamer.recipes.metrics import finite
 
