@@ -17,6 +17,7 @@ from workers import error_of, loss_of, mlp, real, seeded, vector
 
 import gossamer
 from gossamer.engine.asynchronous import clock as clocks
+from policies import policies
 
 ALGORITHMS = ["ad-psgd", "a2cid2"]
 
@@ -55,7 +56,7 @@ def virtual_reference(n, lengths, **settings):
     models = [seeded(0, mlp) for _ in range(n)]
     optimizers = [adam(m) for m in models]
     cluster = gossamer.VirtualCluster(n)
-    gossips = cluster.decentralize(models, optimizers, **settings)
+    gossips = cluster.decentralize(models, optimizers, **policies(**settings))
     seen = [[] for _ in range(n)]
     for epoch, length in enumerate(lengths):
         for step in range(max(length)):
@@ -402,7 +403,7 @@ def test_a_unit_that_slow_first_steps_made_too_long_is_told_once(pools):
         assert unit > 0.15
         assert len(told) == 1
         assert told[0].startswith(f"worker {rank} took ")
-        assert "exchanges a step instead of rate=2." in told[0]
+        assert "exchanges per step instead of rate=2." in told[0]
 
 
 # -- leaving ------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from workers import decentralize, loss_of, mlp, process_group, seeded, vector
 import gossamer
 from gossamer.topology import Layout, build
 from gossamer.topology.registry import entries
+from policies import policies
 
 LAYOUTS = [(1,), (2,), (3,), (2, 1), (2, 2), (2, 2, 1), (4, 4)]
 FACTORS = {
@@ -92,7 +93,7 @@ def on_virtual_workers(layout, case):
     made = [worker(rank) for rank in range(sum(layout))]
     seen = [[] for _ in made]
     with gossamer.VirtualCluster(per_node=list(layout)) as cluster:
-        gossips = cluster.decentralize([m for m, _ in made], [o for _, o in made], **case)
+        gossips = cluster.decentralize([m for m, _ in made], [o for _, o in made], **policies(**case))
         for _ in zip(*(trained(m, o, r) for r, (m, o) in enumerate(made)), strict=True):
             for record, (model, _) in zip(seen, made, strict=True):
                 record.append(vector(model))

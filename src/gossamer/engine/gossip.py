@@ -23,7 +23,7 @@ from gossamer.engine.protocol import MixedParameters, Participation
 from gossamer.errors import GossamerError, GossamerWarning, InputError
 from gossamer.trace import TraceWriter
 
-Collective = Generator[list[Job], None, Any]  # yields the exchanges it needs, goes on when they have arrived
+Collective = Generator[list[Job], None, Any]  # yields the exchanges it waits for
 
 
 class Gossip:
@@ -63,13 +63,15 @@ class Gossip:
         if writer is not None:
             self._undo += watch_forward(self.model, lanes[0].forwarded)
 
-    # -- collective calls --------------------------------------------------------------------------------------
+    # -- collective calls -------------------------------------------------------------------------------------
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
-        """Evaluate or save the consensus model: inside the block the parameters are the exact mean over all workers
-        (float buffers too, integer buffers the maximum, unless buffers="local"), afterwards they are, bit by bit,
-        what they were. Collective."""
+        """Hold the consensus model inside the block, to evaluate or save it. Collective.
+
+        Inside the block the parameters are the exact mean over all workers. Unless `buffers="local"`, floating-point
+        buffers are the mean and integer buffers the maximum. After the block everything is restored bit by bit.
+        """
         restore = self._collectively("averaged()", self._enter_average)
         self._averaging = True
         try:
@@ -79,7 +81,7 @@ class Gossip:
             restore()
 
     def consensus_distance(self, *, exact: bool = True) -> float:
-        """RMS over the workers of the distance of their parameters to the mean, sqrt(1/n sum_i |x_i - mean|^2).
+        """The RMS distance of the workers' parameters to their mean, sqrt(1/n sum_i |x_i - mean|^2).
 
         `exact=True` is collective. `exact=False` returns the latest sketch (needs `guard=`), at no cost.
         """
@@ -115,13 +117,15 @@ class Gossip:
             self._load(state)
 
     def reset(self) -> None:
-        """Go on from the parameters as they are now; call it after writing to them yourself, as `load_state_dict` of
-        the model does. Collective."""
+        """Continue from the parameters as they are now. Collective.
+
+        Call it after writing to the parameters yourself, for example by `model.load_state_dict()`.
+        """
         with self._together("reset()"):
             for lane in self.lanes:
                 lane.adopt()
 
-    # -- the protocol of recipes, checkpoints and integrations ---------------------------------------------------
+    # -- the protocol of recipes, checkpoints and integrations ------------------------------------------------
 
     @property
     def in_meeting(self) -> bool:
@@ -177,10 +181,10 @@ class Gossip:
         kind = self.settings.algorithm.name if self.settings.asynchronous else None
         return self.control.layout.n, self.lanes[0].schedule.topology.name, [kind] * len(self.lanes)
 
-    # -- the end -------------------------------------------------------------------------------------------------
+    # -- the end ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Bring everybody to the same round, stop, and give every parameter storage of its own again. Collective."""
+        """Bring all workers to one round, stop gossip, and give every parameter its own storage again. Collective."""
         if self._open:
             try:
                 with self._together("close()"):
@@ -188,7 +192,7 @@ class Gossip:
                         lane.drop()
                     self._stop(drain=self.settings.timeout)
             finally:
-                self._stop(drain=0.0)  # somebody did not come: leave without them
+                self._stop(drain=0.0)  # not all workers came: leave without them
 
     def __enter__(self) -> Self:
         return self
@@ -198,33 +202,37 @@ class Gossip:
     ) -> None:
         if kind is None:
             self.close()
-        else:  # this worker will not take part in anything: do not wait for the others
+        else:  # this worker has failed: do not wait for the others
             self._stop(drain=0.0)
 
-    # -- progress ----------------------------------------------------------------------------------------------
+    # -- progress ---------------------------------------------------------------------------------------------
 
     @property
     def total_steps(self) -> int:
-        """Steps of all workers together, as far as this worker knows (asynchronous workers hear of each other in
-        exchanges, so the number lags a little)."""
+        """Steps of all workers together, as far as this worker knows.
+
+        Asynchronous workers learn of each other's steps in exchanges, so the number lags a little.
+        """
         return self.lanes[0].total_steps()
 
     def budget(self, total_steps: int) -> Iterator[int]:
-        """`for done in gossip.budget(N):` until all workers together have taken N steps; fast workers take more.
+        """Iterate until all workers together have taken `total_steps` steps: `for done in gossip.budget(N): ...`.
 
-        Yields the steps done so far, for learning-rate schedules that follow global progress. Asynchronous workers
-        overshoot by what they had not yet heard of when they stopped: at most a few steps each.
+        Yields the number of steps done so far, for learning-rate schedules that follow global progress. Fast workers
+        take more steps. Asynchronous workers overshoot by the steps that they had not yet learned of when they stopped.
         """
         if total_steps < 1:
             raise InputError(f"a budget must be a positive number of steps, got {total_steps}")
         while (done := self.total_steps) < total_steps:
             yield done
 
-    # -- local calls -------------------------------------------------------------------------------------------
+    # -- local calls ------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Steps, rounds, bytes, seconds waited by peer and by link; sums over lanes (the steps are the first lane's),
-        and each lane's own."""
+        """Steps, rounds, bytes sent, and seconds waited by peer and by link, summed over the lanes. Local.
+
+        `lanes` has the numbers of each lane. The steps are those of the first lane.
+        """
         lanes = [lane.meter.summary() for lane in self.lanes]
         for lane, summary in zip(self.lanes, lanes, strict=True):
             latest = lane.sketcher.latest if lane.sketcher is not None else None
@@ -248,7 +256,7 @@ class Gossip:
         """Call `undo` when the handle stops."""
         self._undo.append(undo)
 
-    # -- inside ------------------------------------------------------------------------------------------------
+    # -- inside -----------------------------------------------------------------------------------------------
 
     def _loaded(self) -> None:
         """The model's `load_state_dict()` was called: the parameters are no longer those that are being exchanged."""
@@ -258,7 +266,7 @@ class Gossip:
 
     @contextmanager
     def _together(self, call: str) -> Iterator[None]:
-        """Inside, all workers are in the same call, at the same round, and nothing is under way."""
+        """Inside the block, all workers are in the same call, at the same round, and nothing is in flight."""
         if not self._open:
             raise GossamerError(f"{call} after close(); call decentralize() again to go on")
         self._warn_if_unseen()
@@ -293,7 +301,7 @@ class Gossip:
             return self._run(steps())
 
     def _run(self, steps: Collective) -> Any:
-        """Drive a collective on this worker: wait for what it asks for."""
+        """Run a collective on this worker: wait for the exchanges that it yields."""
         try:
             while True:
                 for job in next(steps):
@@ -378,7 +386,7 @@ class Gossip:
             return
         self._open = False
         _handles.discard(self)
-        with ExitStack() as ends:  # in reverse order, and all of them, even if Ctrl-C falls into one
+        with ExitStack() as ends:  # runs all callbacks, last one first, even if Ctrl-C interrupts one
             ends.callback(self.transport.close)
             if self._writer is not None:
                 ends.callback(self._writer.close)
@@ -392,7 +400,7 @@ class Gossip:
 
 
 def _exchange_contents(a: torch.Tensor, b: torch.Tensor, chunk: int = 2**18) -> None:
-    """Swap two tensors' values without a third of their size."""
+    """Swap the values of two tensors in chunks, without a third tensor of their size."""
     for start in range(0, a.numel(), chunk):
         part = a[start : start + chunk].clone()
         a[start : start + chunk].copy_(b[start : start + chunk])
@@ -416,6 +424,6 @@ def refuse_in_use(model: nn.Module) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """Where the user forgot close(): let neighbors have what is in flight, then go."""
+    """At exit, for handles that were not closed: let exchanges in flight finish, then stop."""
     for gossip in list(_handles):
         gossip._stop(drain=10.0)

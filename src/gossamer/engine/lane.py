@@ -150,13 +150,13 @@ class Lane:
         self._mark = clock()
 
     def forwarded(self, since: float) -> None:
-        """The model's forward pass ran from `since` until now (only told when there is a trace to write)."""
+        """Record that the model's forward pass ran from `since` until now. Only called when a trace is written."""
         now = clock()
         self.meter.span("forward", since, now, step=self.meter.steps)
         self._mark, self._forwarded = now, True
 
     def _computed(self) -> None:
-        """Forward and backward are over, the step begins: note the time, and that everything is where it was."""
+        """The step begins: record the time of forward and backward, and check the parameters' storage."""
         self.meter.span("backward" if self._forwarded else "compute", self._mark, clock(), step=self.meter.steps)
         self._forwarded = False
         self._check()
@@ -171,31 +171,31 @@ class Lane:
         self._start = self._fingerprint()
         return True
 
-    # -- what a kind of gossip does ----------------------------------------------------------------------------
+    # -- what each algorithm does -----------------------------------------------------------------------------
 
     def mix(self) -> None:
-        """Before the step: bring what the neighbors sent into the parameters, and set `_ready`."""
+        """Before the step: mix the neighbors' values into the parameters, and set `_ready`."""
         raise NotImplementedError
 
     def stepped(self) -> None:
-        """After the step: let the neighbors have the new values."""
+        """After the step: send the new values to the neighbors."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """In a collective call: have nothing under way."""
+        """In a collective call: wait until nothing is in flight."""
 
     def drop(self) -> None:
-        """Forget what is under way."""
+        """Discard what is in flight."""
 
     def adopt(self) -> None:
-        """The parameters were written by the user: go on from them."""
+        """Continue from the parameters as they are: the user has written them."""
 
     def mix_only(self) -> None:
-        """A round without a step, so that others who need this worker's share can go on."""
+        """Take part in a round without a step, so that workers that need this one can continue."""
         raise NotImplementedError
 
     def serve(self) -> bool:
-        """The same if nothing has to be waited for; whether it was done."""
+        """Like `mix_only`, but only if it need not wait; return whether it was done."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -211,21 +211,21 @@ class Lane:
         self.meter.steps = steps
 
     def values(self) -> list[Tensor]:
-        """What counts as this worker's parameters, a tensor a bucket."""
+        """This worker's parameters, one tensor per bucket."""
         return [b.x for b in self.buckets]
 
     def total_steps(self) -> int:
-        """Steps of all workers: they keep in step."""
+        """Steps of all workers together: synchronous workers take equally many."""
         return self.meter.steps * self.meter.layout.n
 
     def park(self) -> None:
-        """This worker is in a collective call."""
+        """This worker enters a collective call."""
 
     def resume(self) -> None:
-        """The collective call is over."""
+        """This worker leaves a collective call."""
 
     def average(self, inputs: list[Tensor], outs: list[Tensor], wire: Wire) -> list[Job]:
-        """Launch exact global averages of `inputs` (one a bucket) into `outs`. Collective."""
+        """Launch exact global averages of `inputs` (one per bucket) into `outs`. Collective."""
         jobs = []
         for b, (value, out) in enumerate(zip(inputs, outs, strict=True)):
             program = self.schedule.program(self.k, b, self.rank, value.numel(), average=True)
@@ -236,7 +236,7 @@ class Lane:
         return jobs
 
     def _launch_job(self, k: int, bucket: int, program: Program, make: Callable[[Scratch], Exchange]) -> Job:
-        """Begin an exchange."""
+        """Launch an exchange."""
         job = Job(k, bucket, make)
         self.channel.launch(job)
         return job
@@ -246,14 +246,14 @@ class Lane:
         return torch.empty(room_for(x.numel(), self._largest_part), dtype=x.dtype, device=x.device)
 
     def close(self, drain: float) -> None:
-        with ExitStack() as ends:  # all of them, even if Ctrl-C falls into one
+        with ExitStack() as ends:  # runs all callbacks even if Ctrl-C interrupts one
             if self.sketcher is not None:
                 ends.callback(self.sketcher.close)
             ends.callback(self.channel.close, drain)
             for hook in self._hooks:
                 ends.callback(hook.remove)
 
-    # -- waiting -----------------------------------------------------------------------------------------------
+    # -- waiting ----------------------------------------------------------------------------------------------
 
     def wait(self, job: Job, *, assisting: bool = False) -> None:
         """Wait until `job` is done. `assisting`: let the worker's other lanes serve other workers meanwhile."""
@@ -295,7 +295,7 @@ def _awaited(job: Job) -> str:
 
 
 def _on_stack(frame: FrameType, top: FrameType | None) -> bool:
-    """Whether `frame` is `top` or below it: a step() that raised is not, its hooks are simply over."""
+    """Whether `frame` is `top` or one of its callers. A step() that raised is not: its frame is gone."""
     while top is not None:
         if top is frame:
             return True

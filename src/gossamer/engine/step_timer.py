@@ -1,4 +1,4 @@
-"""Measuring how long a user's own step computes, from the optimizer's hooks: no change to the loop."""
+"""Measures the compute time of a user's own training step from the optimizer's hooks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gossamer.errors import InputError
 
 
 class probe:
-    """`with gossamer.probe(optimizer, "compute.json"): ...` around a training loop on one worker.
+    """Measure the steps of a training loop on one worker: `with gossamer.probe(optimizer, "compute.json"): ...`.
 
-    Records the time from the end of `optimizer.step()` to its next beginning (data, forward, backward), how long it
-    takes itself (no exchange overlaps it), and the size of the optimizer's parameters. Run it without DDP, whose
-    all-reduce hides in the backward pass. `gossamer probe --compute compute.json` puts the samples into a cluster file.
+    Records the time between two `optimizer.step()` calls (data, forward, backward), the time of the call itself, which
+    no exchange overlaps, and the size of the optimizer's parameters. Run it without DDP, whose all-reduce is part of
+    the backward pass. `gossamer probe --compute compute.json` puts the samples into a cluster file.
     """
 
     def __init__(self, optimizer: Optimizer, path: str | os.PathLike[str], *, warm_up: int = 2):
@@ -48,7 +48,7 @@ class probe:
         return self
 
     def _now(self) -> float:
-        """The clock, when what was given to a GPU is done: else its work would be charged to whoever waits for it."""
+        """The time after all work on the GPU is done; otherwise it would be charged to the next call that waits."""
         if any(p.is_cuda for g in self._optimizer.param_groups for p in g["params"]):
             torch.cuda.synchronize()
         return clock()

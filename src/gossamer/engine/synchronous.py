@@ -1,7 +1,7 @@
 """Synchronous gossip: rounds in step with the optimizer, communicated while adapting or after it.
 
 Communicate while adapting (awc): x(t+1) = d(grad f(x(t))) + sum_j w_ij(t) x_j(t).
-    before step()   wait for the exchange launched an iteration ago, put the mixed values into the parameters
+    before step()   wait for the exchange launched one step ago, put the mixed values into the parameters
     step()          the user's optimizer applies the gradient that was taken at the un-mixed point
     after step()    launch the exchange of the new values; it runs during the whole next forward and backward
 Adapt then combine (atc): after step() launch, wait, mix; no overlap.
@@ -31,7 +31,7 @@ class SyncLane(Lane):
         assert isinstance(policy, Synchronous)
         self.every, self.staleness = policy.every, policy.staleness if isinstance(policy, AWC) else 0
         self.combines = isinstance(policy, ATC)
-        self.jobs: list[Job] | None = None  # the round in flight, one job a bucket that has something to do
+        self.jobs: list[Job] | None = None  # the round in flight: one job per bucket that exchanges something
         self.forced = False  # the round in flight is an exact average that the guard asked for
         self.skips = 0  # steps taken without mixing since the round in flight was launched
         # With staleness the parameters move while an exchange of their older values is in flight.
@@ -104,7 +104,7 @@ class SyncLane(Lane):
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Put the round that arrived into the parameters, unless the user has loaded others since."""
+        """Write the round that arrived into the parameters, unless the user has loaded others since."""
         if self.overwritten:
             self.drop()
         if self.jobs is None:
@@ -125,20 +125,20 @@ class SyncLane(Lane):
         for flat in self.flats:
             flat.unpack()
 
-    # -- for collective calls ----------------------------------------------------------------------------------
+    # -- for collective calls ---------------------------------------------------------------------------------
 
     def mix_only(self) -> None:
-        """A round without a step, so that others who need this worker's share can go on."""
+        """Take part in a round without a step, so that workers that need this one can continue."""
         self.finish()
         self.apply()
         self.launch()
         self.meter.mix_only += 1
 
     def serve(self) -> bool:
-        """A mix-only round if nothing has to be waited for; whether there was one."""
+        """Like `mix_only`, but only if it need not wait; return whether it was done."""
         if not all(self.channel.wait(job, 0) for job in self.jobs or ()):
             return False
-        self.finish()  # raises what went wrong
+        self.finish()  # raises the errors of the jobs
         self.apply()
         self.launch(combine=False)
         self.meter.mix_only += 1
@@ -151,11 +151,11 @@ class SyncLane(Lane):
             self.apply()
 
     def adopt(self) -> None:
-        """The parameters were written by the user: go on from them."""
+        """Continue from the parameters as they are: the user has written them."""
         self.drop()
 
     def drop(self) -> None:
-        """Forget the round in flight (after it arrived)."""
+        """Discard the round in flight after it has arrived."""
         self.finish()
         for job in self.jobs or ():
             self.meter.exchanged(job)

@@ -133,7 +133,7 @@ class VirtualCluster:
             for lane in lanes:
                 lane.finish()
 
-    # -- collective calls ----------------------------------------------------------------------------------------
+    # -- collective calls -------------------------------------------------------------------------------------
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
@@ -173,7 +173,7 @@ class VirtualCluster:
         for lane in self._lanes():
             lane.adopt()
 
-    # -- the protocol of recipes, checkpoints and integrations ---------------------------------------------------
+    # -- the protocol of recipes, checkpoints and integrations ------------------------------------------------
 
     @property
     def steps(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""What time it is, in mean gradient times: by the wall, or virtual, where a gradient takes one unit."""
+"""Time in units of a mean gradient: wall time, or virtual time, where every gradient takes one unit."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from gossamer.comm import clock
 
-LATER = 50  # steps after which the unit is compared with what steps take
-FAR = 4.0  # times as long as a step: a unit that deserves a warning
+LATER = 50  # steps after which the unit is compared with the step time
+FAR = 4.0  # a unit this many times as long as a step deserves a warning
 
 
 class SlowStart(NamedTuple):
-    """Seconds of the unit, and of a step at the start and now."""
+    """The unit of time, and the time of a step at the start and now, in seconds."""
 
     unit: float
     then: float
@@ -23,12 +23,12 @@ class WallClock:
     """Wall time in a unit that all workers agree on after their first steps; until then it stands still."""
 
     def __init__(self) -> None:
-        self.start_at = 0.0  # the time at which it starts to run
+        self.start_at = 0.0  # the time at which the clock starts to run
         self.unit: float | None = None  # seconds
         self._origin = 0.0
-        self.said: float | None = None  # this worker's part in the agreement
+        self.said: float | None = None  # the step time that this worker contributed to the agreement
         self._laps: list[float] = []  # seconds that the first steps took
-        self._later: list[float] = []  # and those after this worker had its say
+        self._later: list[float] = []  # seconds of the steps after that
         self._judged = False
         self._last = clock()
 
@@ -45,31 +45,31 @@ class WallClock:
         self.unit, self._origin = unit, clock() - self.start_at * unit
 
     def rewind(self, time: float) -> None:
-        """A state of `time` was loaded."""
+        """Continue at `time`: a state was loaded."""
         self.start_at = time
         if self.unit is not None:
             self.start(self.unit)
 
     def lap(self) -> None:
-        """A step is done: note how long it took."""
+        """Record how long the step that has just ended took."""
         laps = self._laps if self.said is None else self._later
         if len(self._later) < LATER:
             laps.append(clock() - self._last)
         self._last = clock()
 
     def pause(self) -> None:
-        """What was done since the last step was not part of one."""
+        """Do not count the time since the last step as part of the next one."""
         self._last = clock()
 
     def laps(self) -> int:
         return len(self._laps)
 
     def usual_lap(self) -> float | None:
-        """Median seconds of a step, without the first, which also sets things up: a pause does not count."""
+        """Median seconds per step, without the first step, which also sets things up."""
         return statistics.median_low(self._laps[1:]) if len(self._laps) > 1 else None
 
     def slow_start(self) -> SlowStart | None:
-        """After `LATER` steps, once: whether the unit is far too long because this worker's first steps were."""
+        """Once, after `LATER` steps: the times, if the unit is too long because this worker's first steps were slow."""
         if self._judged or self.unit is None or self.said is None or len(self._later) < LATER:
             return None
         self._judged = True
@@ -78,7 +78,7 @@ class WallClock:
 
 
 class VirtualClock:
-    """Moves when the worker steps, and events wait for it: runs repeat bit by bit."""
+    """Moves when the worker steps, and events wait for it, so that runs are reproducible bit by bit."""
 
     def __init__(self) -> None:
         self.time = 0.0

@@ -19,30 +19,30 @@ from gossamer.topology import Layout
 from gossamer.topology.events import Event, Events
 from gossamer.topology.plan import Piece, Program, Step
 
-TRIAL = 8.0  # time units after which exchanges that proved long are paired in rounds
+TRIAL = 8.0  # time units after which the workers decide whether exchanges are paired in rounds
 
 
 class Timetable:
-    """This worker's events in order. Used with the lane's lock."""
+    """This worker's events in order: which one is next, and how far it may go. The caller holds the lane's lock."""
 
     def __init__(self, events: Events, rank: int, *, trial: bool):
         self.events, self.rank = events, rank
         self._auto = trial
-        self.trial: float | None = TRIAL if trial else None  # until when pairs are tried one by one
-        self.generation = 0  # of the event sequence: loading a state starts another
-        self.transfers: list[float] = []  # seconds that exchanges of the trial took
+        self.trial: float | None = TRIAL if trial else None  # end of the trial of single pairs
+        self.generation = 0  # counts event sequences: loading a state starts another one
+        self.transfers: list[float] = []  # seconds per exchange during the trial
         self.started = -1  # number of the last event begun
         self.limit: int | None = None  # no event with a higher number may begin
         self._own: Iterator[Event] = iter(())
         self.next: Event | None = None  # the first own event that is not done
 
     def rewind(self, after: int = -1) -> None:
-        """Begin with the first event with a number above `after`."""
+        """Continue with this worker's first event after number `after`."""
         self._own = self.events.of(self.rank, after=after)
         self.advance()
 
     def advance(self) -> None:
-        """The next event is done."""
+        """Move to the next event: the current one is done."""
         self.next = next(self._own)
 
     def partner(self) -> int:
@@ -56,26 +56,28 @@ class Timetable:
         return self.next is not None and self.next.number > number
 
     def reached(self) -> int:
-        """The last event that is done everywhere, inside a collective call."""
+        """Inside a collective call: the last event that all workers have done."""
         return self.started if self.limit is None else max(self.started, self.limit)
 
-    # -- pairs one by one, or rounds of them -------------------------------------------------------------------
+    # -- single pairs, or rounds of pairs ---------------------------------------------------------------------
 
     def switched(self) -> tuple[int, float] | None:
-        """Where the sequence changed to rounds by agreement, if it did: (first number, time)."""
+        """Where the workers agreed to change to rounds, as (first number, time); None if they did not."""
         changed = self._auto and self.events.pairing == "rounds"
         return (self.events.first, self.events.start) if changed else None
 
     def change_to_rounds(self, first: int, start: float) -> None:
-        """From `start` on the events are rounds of side-by-side pairs, numbered from `first`."""
+        """From time `start` on, events are rounds of side-by-side pairs, numbered from `first`."""
         self.events = replace(self.events, seed=self.events.seed + 1, pairing="rounds", first=first, start=start)
 
     def resume(self, after: int, rounds: tuple[int, float] | None, *, live: bool) -> float:
-        """Go on after event `after` of a sequence that had changed to `rounds`; its time. `live`: events are taken
-        from here, not driven by a cluster of virtual workers."""
+        """Continue after event `after` of a sequence that had changed to `rounds`; return the time of that event.
+
+        `live`: this worker performs its own events; virtual workers are driven by their cluster.
+        """
         self.generation += 1
         self.started = after
-        if self.switched() is not None:  # this run had changed; the saved one had not, or elsewhere
+        if self.switched() is not None:  # this run changed to rounds; the saved run did not, or at another event
             self.events = replace(self.events, seed=self.events.seed - 1, pairing="edges", first=0, start=0.0)
         if rounds is not None:
             self.change_to_rounds(*rounds)
@@ -89,7 +91,8 @@ class Timetable:
 
 
 class Swap:
-    """One side of an event: `greet`, then `send`, then, when all has arrived, `receive`. With the lane's lock."""
+    """One side of an event: `greet`, then `send`, then `receive` once everything has arrived. The caller holds the
+    lane's lock."""
 
     def __init__(
         self,
@@ -114,7 +117,7 @@ class Swap:
 
     @torch.no_grad()
     def send(self, event: Event, now: float) -> list[Job]:
-        """Swap x as it is now, a job a bucket."""
+        """Swap x as it is now, one job per bucket."""
         peer = event.peer_of(self._rank)
         wired = self._layout.nodes == 1 or self._layout.node[peer] != self._layout.node[self._rank]
         self._state.depart(now)
@@ -127,7 +130,7 @@ class Swap:
 
     @torch.no_grad()
     def receive(self, now: float, jobs: Sequence[Job]) -> None:
-        """All has arrived: move x and x~."""
+        """Everything has arrived: update x and x~."""
         for job in jobs:
             self._meter.exchanged(job)
         self._state.arrive(now, jobs)
@@ -145,37 +148,39 @@ def _swap_counts(peer: int, ours: Tensor, theirs: Tensor, scratch: Scratch) -> E
 
 
 class StoreNotes:
-    """Notes in the store. Made collectively; afterwards nothing of it waits for anybody.
+    """Notes in the job's store: values that all workers must agree on, and which worker left first.
 
-    Edges connect when they are first used: without a note, nobody would miss a worker that leaves before that.
+    The constructor is collective; no method waits for other workers. Connections are made when they are first used, so
+    without a note the others would not notice a worker that leaves before its first exchange.
     """
 
     def __init__(self, transport: Transport, name: str):
         self._rank, self._size = transport.rank, transport.size
         run = transport.share(f"{name}/board", uuid4().hex)[0]
         prefixed: Any = PrefixStore(f"gossamer/{run}", default_store())
-        self._store = prefixed.clone()  # others may block on theirs
+        self._store = prefixed.clone()  # a blocking call on another client must not delay this one
 
-    def say(self, what: str, text: str) -> None:
+    def post(self, what: str, text: str) -> None:
+        """Post this worker's note about `what`."""
         self._store.set(f"{what}/{self._rank}", text)
 
-    def heard(self, what: str) -> list[str] | None:
-        """What everybody has said, by rank; None while somebody has not."""
+    def all(self, what: str) -> list[str] | None:
+        """The notes of all workers about `what`, by rank; None while one is missing."""
         keys = [f"{what}/{r}" for r in range(self._size)]
         return [self._store.get(key).decode() for key in keys] if self._store.check(keys) else None
 
-    def silent(self, what: str) -> list[int]:
-        """Who has not."""
+    def missing(self, what: str) -> list[int]:
+        """Ranks that have not posted a note about `what`."""
         return [r for r in range(self._size) if not self._store.check([f"{what}/{r}"])]
 
     def leave(self) -> None:
-        """This worker takes part in nothing any more, and the others do not expect it."""
-        with suppress(RuntimeError):  # the store died with its worker, which is told by other means
+        """Say that this worker leaves without being expected to."""
+        with suppress(RuntimeError):  # the store died with its worker, which other errors report
             self._store.compare_set("left", "", str(self._rank))
 
     def first_left(self) -> int | None:
-        """Who was the first to leave: others only follow it."""
+        """The first worker that left, if one did; later ones left because of it."""
         return int(self._store.get("left")) if self._store.check(["left"]) else None
 
     def close(self) -> None:
-        self._store = None  # its socket with it; the handle itself may wait for the garbage collector
+        self._store = None  # closes the socket now, not when the garbage collector runs

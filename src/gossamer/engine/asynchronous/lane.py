@@ -62,13 +62,13 @@ class AsyncLane(Lane):
         assert isinstance(self.settings.algorithm, Asynchronous)
         return self.settings.algorithm
 
-    # -- a step ------------------------------------------------------------------------------------------------
+    # -- a step -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def mix(self) -> None:
-        """Before the step: y <- x. The lock stays with the training thread until the step is done."""
+        """Before the step: y <- x. The training thread keeps the lock until the step is done."""
         self._computed()
-        self._let_go()  # a step that raised left it held
+        self._release_lock()  # a step that raised left it held
         if isinstance(self.clock, VirtualClock):
             self.reach(self.clock.time + self.coordinator.duration(self.rank, self.meter.steps))
         self._hold_back()
@@ -78,19 +78,19 @@ class AsyncLane(Lane):
             self._adopt_loaded()
             self.state.show(self.clock.now())
         except BaseException:
-            self._let_go()
+            self._release_lock()
             raise
         self._ready = True
         self._mark = clock()
 
     @torch.no_grad()
     def stepped(self) -> None:
-        """After the step: its displacement y - x goes to x and to x~."""
+        """After the step: add its displacement y - x to x and to x~."""
         self.state.displace()
         if isinstance(self.clock, WallClock):
             self.clock.lap()
         self._lock.notify_all()
-        self._let_go()
+        self._release_lock()
         if isinstance(self.clock, WallClock):
             self._check_unit(self.clock)
 
@@ -99,10 +99,10 @@ class AsyncLane(Lane):
         if slow is not None and not self.alone:
             rate = self.policy.rate
             warnings.warn(
-                f"worker {self.rank} took {slow.then:.2g} s a step at the start and takes {slow.now:.2g} s now, but "
+                f"worker {self.rank} took {slow.then:.2g} s per step at the start and takes {slow.now:.2g} s now, but "
                 f"the workers have agreed on {slow.unit:.2g} s as the unit of time of their exchanges: there are about "
-                f"{rate * slow.now / slow.unit:.2g} exchanges a step instead of rate={rate:g}. Take some steps before "
-                "decentralize(), or raise rate=",
+                f"{rate * slow.now / slow.unit:.2g} exchanges per step instead of rate={rate:g}. Take some steps "
+                "before decentralize(), or raise rate=",
                 GossamerWarning,
                 stacklevel=2,
             )
@@ -113,20 +113,20 @@ class AsyncLane(Lane):
         return self.state.x
 
     def total_steps(self) -> int:
-        """Steps of all workers, as far as this one has heard: it lags, so a budget is overshot a little."""
+        """Steps of all workers that this worker knows of. The number lags, so a budget is overshot a little."""
         with self._lock:
             return int(self.state.counts[0].sum())
 
-    def _let_go(self) -> None:
-        """Give up the lock, however often an interrupted call of this thread took it."""
+    def _release_lock(self) -> None:
+        """Release the lock, however often an interrupted call of this thread acquired it."""
         with suppress(RuntimeError):
             while True:
                 self._lock.release()
 
-    # -- waiting -----------------------------------------------------------------------------------------------
+    # -- waiting ----------------------------------------------------------------------------------------------
 
     def _hold_back(self) -> None:
-        """Wait while this worker is more than `max_staleness` steps ahead of the slowest it knows of."""
+        """Wait while this worker is more than `max_staleness` steps ahead of the slowest worker that it knows of."""
         bound = self.policy.max_staleness
         if bound is None or self.alone:
             return
@@ -138,7 +138,7 @@ class AsyncLane(Lane):
             self._stand_still(lambda: self.state.ahead() <= bound, late)
 
     def _stand_still(self, done: Callable[[], bool], late: Callable[[], tuple[int, str]]) -> None:
-        """Wait, with the lock, until `done` or a failure; `late` says for whom and why."""
+        """Wait, holding the lock, until `done` or a failure. `late` names the worker that is waited for, and why."""
         if done():
             return
         wait = PeerWait(self.rank, self.settings.timeout)
@@ -167,7 +167,7 @@ class AsyncLane(Lane):
             kind = type(failure) if isinstance(failure, GossamerError) else GossamerError
             raise kind(str(failure)) from failure
 
-    # -- the virtual clock -------------------------------------------------------------------------------------
+    # -- the virtual clock ------------------------------------------------------------------------------------
 
     @property
     def _virtual(self) -> VirtualClock:
@@ -176,11 +176,11 @@ class AsyncLane(Lane):
 
     @property
     def virtual_time(self) -> float:
-        """When this worker's last step was, on the virtual clock."""
+        """Time of this worker's last step on the virtual clock."""
         return self._virtual.time
 
     def reach(self, time: float) -> None:
-        """Move the virtual clock to `time`, when all of this worker's events until then are done."""
+        """Move the virtual clock to `time` once all of this worker's events until then are done."""
         if not self.coordinator.drive(self.index, time) and self._thread is not None:
             with self._lock:
                 self._virtual.goal = time
@@ -189,21 +189,21 @@ class AsyncLane(Lane):
         self._virtual.time, self.k = time, round(time)
 
     def begin(self, event: Event) -> list[Job]:
-        """A virtual worker's part of an event: launch all of it."""
+        """Launch a virtual worker's part of an event."""
         self.timetable.started = event.number
         return [self._swap.greet(event, parked=False), *self._swap.send(event, event.time)]
 
     def end(self, event: Event, jobs: list[Job]) -> None:
-        """Its partner has launched it too: take what arrived."""
+        """Apply a virtual worker's event after its partner has launched it too."""
         self._swap.receive(event.time, jobs[1:])
 
     def mix_only(self) -> None:
-        """Let a gradient's time pass without a step, so that others can go on."""
+        """Let one gradient's time pass without a step, so that other workers can continue."""
         self.reach(self._virtual.time + 1.0)
         self.meter.mix_only += 1
 
     def serve(self) -> bool:
-        """The same if nothing has to be waited for; whether it was done."""
+        """Like `mix_only`, but only if it need not wait; return whether it was done."""
         with self._lock:
             goal = self._virtual.time + 1.0
             self._virtual.goal = goal
@@ -215,23 +215,23 @@ class AsyncLane(Lane):
         self.meter.mix_only += 1
         return True
 
-    # -- for collective calls ----------------------------------------------------------------------------------
+    # -- for collective calls ---------------------------------------------------------------------------------
 
     def verify(self) -> None:
-        """Raise what ended the communication thread, if anything did, or who will not come."""
+        """Raise the error that ended the communication thread, or the absence of a worker that has left."""
         with self._lock:
             self._raise_failure()
         if self._thread is not None:
-            self._thread.miss_who_left("this collective call")
+            self._thread.raise_if_left("this collective call")
 
     def freeze(self) -> int:
-        """Begin no further event; the number of the last one begun."""
+        """Begin no further event; return the number of the last event begun."""
         with self._lock:
             self.timetable.limit = self.timetable.started
             return self.timetable.started
 
     def run_to(self, number: int) -> None:
-        """Finish all own events up to `number` and stay there."""
+        """Finish this worker's events up to `number` and begin none after it."""
         with self._lock:
             self.timetable.limit = number
             self._lock.notify_all()
@@ -239,8 +239,8 @@ class AsyncLane(Lane):
                 self._stand_still(lambda: self.timetable.done_through(number), self._partner)
 
     def park(self) -> None:
-        """This worker takes no steps for now: nobody is to be held back by it."""
-        self._let_go()
+        """This worker takes no steps for now, so `max_staleness` must not hold others back because of it."""
+        self._release_lock()
         with self._lock:
             self._raise_failure()
             if self._thread is not None:
@@ -256,13 +256,13 @@ class AsyncLane(Lane):
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """The parameters were written by the user: they are the state now."""
+        """Take the parameters, which the user has written, as the state."""
         with self._lock:
             self.overwritten = False
             self.state.adopt()
 
     def _adopt_loaded(self) -> None:
-        """With the lock held: if the user loaded other parameters, they are the state now."""
+        """If the user loaded other parameters, take them as the state. The caller holds the lock."""
         if self.overwritten:
             self.overwritten = False
             self.state.adopt()
@@ -274,7 +274,7 @@ class AsyncLane(Lane):
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Inside a collective call: all events up to the limit are done, everywhere."""
+        """What a resumed run needs. Inside a collective call: all workers have done the events up to the limit."""
         with self._lock, torch.no_grad():
             self._adopt_loaded()
             return {
@@ -288,7 +288,7 @@ class AsyncLane(Lane):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken: after the same event, at its time, however long ago that was."""
+        """Continue where `state` was taken: after the same event, at its time."""
         if state.get("algorithm") != self.policy.name:
             raise InputError(
                 f"the state was saved by algorithm {state.get('algorithm', 'awc or atc')!r} and this run has "
@@ -310,20 +310,20 @@ class AsyncLane(Lane):
             self._lock.notify_all()
 
     def close(self, drain: float) -> None:
-        with ExitStack() as ends:  # in reverse order, and all of them, even if Ctrl-C falls into one
+        with ExitStack() as ends:  # runs all callbacks, last one first, even if Ctrl-C interrupts one
             ends.callback(self._release)
             if self._thread is not None:
                 ends.callback(self._notes.close)
                 ends.callback(self._thread.join)
-            ends.callback(super().close, drain)  # ends an exchange that is still under way
+            ends.callback(super().close, drain)  # ends an exchange that is still in flight
             if self._thread is not None:
                 ends.callback(self._leave, self._thread)
-            ends.callback(self._let_go)
+            ends.callback(self._release_lock)
 
     def _leave(self, thread: EventThread) -> None:
         with self._lock:
             thread.stop()
-        if not thread.parked:  # outside of a collective close(): the others are still training
+        if not thread.parked:  # outside of a collective close(): other workers are still training
             self._notes.leave()
 
     def _release(self) -> None:

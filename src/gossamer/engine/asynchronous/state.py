@@ -1,4 +1,4 @@
-"""The true state of a worker under asynchronous gossip: x, x~, and the step counts it has heard of."""
+"""The state of a worker under asynchronous gossip: x, x~, and the step counts that it knows of."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALPHA = 0.5  # of an exchange, on x
 
 
 class State:
-    """x, x~ (None for AD-PSGD) and the counts. The caller of every method holds the lane's lock.
+    """x, x~ (None for AD-PSGD) and the step counts. The caller of every method holds the lane's lock.
 
     The model's parameters y, the buckets, are a copy of x that is refreshed when a step begins: forward and backward
     read y undisturbed while x moves, and a step that raises leaves x and x~ as they were.
@@ -39,10 +39,11 @@ class State:
             self.eta, self.alpha_tilde = rate * rates.eta, rates.alpha_tilde
             self.x_tilde = [y.clone() for y in self._y]
         self.sent = [torch.empty_like(y) for y in self._y] if n > 1 else []
-        self.counts = torch.zeros(2, n, dtype=torch.int64)  # steps known of each worker; the same, not held back
+        # Row 0: the steps that are known of each worker. Row 1: the same, but parked workers count as the furthest one.
+        self.counts = torch.zeros(2, n, dtype=torch.int64)
         self.heard = torch.zeros(2, n, dtype=torch.int64)
-        self.time = 0.0  # until when Mix has been applied
-        # One temporary a dtype and device: a fresh one a chunk would fault in new pages each time.
+        self.time = 0.0  # Mix has been applied up to this time
+        # One temporary per dtype and device: a new one per chunk would fault in new pages each time.
         self._spare = {(y.dtype, y.device): torch.empty(CHUNK, dtype=y.dtype, device=y.device) for y in self._y}
 
     def show(self, now: float) -> None:
@@ -51,7 +52,7 @@ class State:
         self.release()
 
     def displace(self) -> None:
-        """After it: the displacement y - x goes to x and to x~."""
+        """After a step: add the displacement y - x to x and to x~."""
         for b, whole in enumerate(self._y):
             if self.x_tilde is None:
                 self.x[b].copy_(whole)
@@ -74,13 +75,13 @@ class State:
                 xt.sub_(d)
 
     def depart(self, now: float) -> None:
-        """Mix, and note x as what is sent to a partner."""
+        """Mix, and copy x into the buffers that are sent to a partner."""
         self.mix(now)
         for sent, x in zip(self.sent, self.x, strict=True):
             sent.copy_(x)
 
     def arrive(self, now: float, jobs: Sequence[Job]) -> None:
-        """Mix, then x -= m / 2 and x~ -= alpha~ m for what `jobs` (one a bucket) brought."""
+        """Mix, then x -= m / 2 and x~ -= alpha~ m with the values that `jobs` (one per bucket) received."""
         self.mix(now)
         for job in jobs:
             assert job.result is not None
@@ -94,18 +95,19 @@ class State:
         torch.maximum(self.counts, self.heard, out=self.counts)
 
     def excuse(self) -> None:
-        """Nobody is to be held back by this worker: it takes no steps for now."""
+        """Count this worker as the furthest one, so that it holds nobody back while it takes no steps."""
         self.counts[1, self._rank] = self.counts[1].max()
 
     def ahead(self) -> int:
-        """How many steps this worker is ahead of the slowest it knows of."""
+        """How many steps this worker is ahead of the slowest worker that it knows of."""
         return int(self.counts[0, self._rank] - self.counts[1].min())
 
     def slowest(self) -> int:
+        """The worker with the fewest steps."""
         return int(self.counts[1].argmin())
 
     def adopt(self) -> None:
-        """The parameters were written by the user: they are the state now."""
+        """Take the parameters, which the user has written, as the state."""
         for b, y in enumerate(self._y):
             self.x[b].copy_(y)
             if self.x_tilde is not None:
@@ -143,7 +145,7 @@ def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 class EventMetrics(Metrics):
-    """And the unit of time, once it is agreed; by lane, since other optimizers may have other step times."""
+    """Adds the unit of time, once it is agreed, per lane: the step times of optimizers may differ."""
 
     def __init__(
         self, worker: int, layout: Layout, writer: TraceWriter | None, lane: int, time: WallClock | VirtualClock

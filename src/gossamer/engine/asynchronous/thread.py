@@ -1,4 +1,4 @@
-"""The communication thread: performs this worker's events, one after another, each when its time has come."""
+"""The communication thread: performs this worker's events in order, each when it is due."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gossamer.engine.policies import Asynchronous
 from gossamer.errors import GossamerError
 from gossamer.topology.events import Event
 
-WARM_UP = 5  # steps whose median time makes the unit
-LONG = 0.4  # of the time between a worker's exchanges: above it, waiting for each other's order would cost time
-POLL = 0.05  # seconds between looks at what the others said
-FAREWELL = 5.0  # seconds that a message under way may take to arrive when this worker leaves
+WARM_UP = 5  # steps whose median time becomes the unit of time
+LONG = 0.4  # exchanges that take more of the time between two of them than this are paired in rounds
+POLL = 0.05  # seconds between checks of the other workers' notes
+FAREWELL = 5.0  # seconds that a message in flight may take to arrive when this worker leaves
 
 
 class EventThread:
-    """Shares the lane's lock, state, clock and timetable with the training thread. What ends it is in `failure`."""
+    """Shares the lane's lock, state, clock and timetable with the training thread. `failure` is what ended it."""
 
     def __init__(
         self,
@@ -45,25 +45,25 @@ class EventThread:
         self._thread = threading.Thread(target=self._run, name=f"gossamer-{name}", daemon=True)
         self._thread.start()
 
-    # -- told by the training thread, which holds the lock -----------------------------------------------------
+    # -- called by the training thread, which holds the lock --------------------------------------------------
 
     def park(self, parked: bool) -> None:
         self.parked = parked
         self._lock.notify_all()
 
     def stop(self) -> None:
-        """Begin nothing more, but let a message under way arrive: gloo never tells whoever waits for the rest of a
-        message that was cut off in the middle."""
+        """Begin no further event, but let a message in flight arrive: if a message is cut off in the middle, gloo does
+        not report an error to the receiver."""
         self._stopping = True
         self._lock.notify_all()
         self._lock.wait_for(lambda: not self._in_flight, FAREWELL)
-        self._in_flight = False  # or never: its sender is gone
+        self._in_flight = False  # it arrived, or its sender is gone
 
     def join(self) -> None:
         self._thread.join(timeout=5.0)
 
-    def miss_who_left(self, what: str) -> None:
-        """Raise if somebody has left: waiting for it cannot help."""
+    def raise_if_left(self, what: str) -> None:
+        """Raise if a worker has left the job: waiting for it cannot help."""
         left = self._notes.first_left()
         if left is not None:
             raise PeerError(
@@ -71,7 +71,7 @@ class EventThread:
                 f"go on with {what}. Did worker {left} print an error? Restart the job from its last checkpoint."
             )
 
-    # -- the thread --------------------------------------------------------------------------------------------
+    # -- the thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -80,7 +80,7 @@ class EventThread:
                     self._agree_on_unit(self._clock)
             while (event := self._take_turn()) is not None:
                 self._perform(event)
-        except BaseException as error:  # handed to the training thread, which raises it
+        except BaseException as error:  # the training thread raises it
             with self._lock:
                 if not self._stopping:
                     self.failure = error
@@ -90,7 +90,7 @@ class EventThread:
                 self._lock.notify_all()
 
     def _take_turn(self) -> Event | None:
-        """The next event, claimed, once its time has come and it may begin; None when the lane stops."""
+        """Wait until the next event is due and may begin, claim it and return it; None when the lane stops."""
         timetable = self._timetable
         with self._lock:
             while not self._stopping:
@@ -101,16 +101,16 @@ class EventThread:
                     continue
                 if timetable.limit is None:
                     early = self._clock.until(event.time)
-                else:  # others wait for it: no matter the time
+                else:  # a collective call waits for this event: its time does not matter
                     early = 0.0 if event.number <= timetable.limit else None
                 if early == 0.0:
-                    timetable.started = event.number  # under the same lock: a collective call must not overlook it
+                    timetable.started = event.number  # under the same lock, so that a collective call sees it
                     return event
                 self._lock.wait(early)
             return None
 
     def _perform(self, event: Event) -> None:
-        """The counts first: when they have arrived the partner is there, and x is sent as it is then."""
+        """Swap the step counts first: once they have arrived the partner is ready, and x is sent as it is then."""
         with self._lock:
             greeting = self._swap.greet(event, parked=self.parked)
         self._await(greeting)
@@ -134,18 +134,18 @@ class EventThread:
         wait = PeerWait(self._timetable.rank, self._timeout)
         while not self._channel.wait(job, 1.0):
             if self._stopping and not self._in_flight:
-                raise GossamerError("closed while an exchange was under way")
-            if not self._in_flight:  # a message under way arrives, or gloo tells that it does not
-                with suppress(RuntimeError):  # the store is gone: the exchange itself tells more
-                    self.miss_who_left(f"event {job.round}")
+                raise GossamerError("the lane was closed during an exchange")
+            if not self._in_flight:  # a message in flight arrives, or gloo reports its loss
+                with suppress(RuntimeError):  # the store is gone: the error of the exchange says more
+                    self.raise_if_left(f"event {job.round}")
             wait.check(lambda: f"worker {job.blocked_on} (event {job.round})", "is that worker alive?")
         if job.error is not None:
             raise job.error
 
-    # -- agreements, with the lock -----------------------------------------------------------------------------
+    # -- agreements; the caller holds the lock ----------------------------------------------------------------
 
     def _agree_on_unit(self, wall: WallClock) -> None:
-        """Wait for the first steps, then take the median of everybody's usual step time as the unit."""
+        """Wait for the first steps, then take the median of all workers' step times as the unit of time."""
         bound = self._policy.max_staleness
         enough = WARM_UP if bound is None else min(WARM_UP, bound)
         for attempt in itertools.count():
@@ -153,17 +153,17 @@ class EventThread:
             if self._stopping:
                 return
             wall.said = wall.usual_lap()
-            said = self._hear_all(f"unit/{attempt}", wall.said)
+            said = self._agree_on(f"unit/{attempt}", wall.said)
             known = [s for s in said or () if s is not None]
             if known:
                 wall.start(statistics.median(known))
             if known or self._stopping:
                 return
-            # All were in a collective call before the first step: try again after it.
+            # All workers were in a collective call before their first step: try again after the call.
             self._lock.wait_for(lambda: self._stopping or not self.parked)
 
     def _agree_on_pairing(self) -> None:
-        """The trial is over: where exchanges proved long, all go on in rounds of side-by-side pairs."""
+        """At the end of the trial: if exchanges take long, all workers continue in rounds of side-by-side pairs."""
         timetable, unit = self._timetable, self._clock.unit if isinstance(self._clock, WallClock) else None
         assert unit is not None
         assert timetable.next is not None
@@ -171,32 +171,35 @@ class EventThread:
         seconds = statistics.mean(timetable.transfers) if timetable.transfers else 0.0
         busy = self._policy.rate * seconds / unit
         generation = timetable.generation
-        said = self._hear_all(f"pairing/{generation}", [busy, timetable.next.number])
+        said = self._agree_on(f"pairing/{generation}", [busy, timetable.next.number])
         if said is None or generation != timetable.generation:
             return
         if statistics.median(s[0] for s in said) > LONG:
-            # No event after the trial has begun anywhere: the rounds may take over their numbers.
+            # No event after the trial has begun on any worker, so the rounds may use their numbers.
             timetable.change_to_rounds(max(s[1] for s in said), timetable.trial)
             timetable.rewind()
         timetable.trial = None
 
-    def _hear_all(self, what: str, mine: Any) -> list[Any] | None:
-        """What everybody has to say, waiting without the lock; None if the lane stops or another state is loaded."""
+    def _agree_on(self, what: str, mine: Any) -> list[Any] | None:
+        """Post `mine` and return the notes of all workers; None if the lane stops or another state is loaded.
+
+        Releases the lock while it waits.
+        """
         wait, generation = PeerWait(self._timetable.rank, self._timeout), self._timetable.generation
         subject = f"the {what.partition('/')[0]} of their exchanges"
 
         def late() -> str:
-            return f"worker(s) {', '.join(map(str, self._notes.silent(what)))} to agree on {subject}"
+            return f"worker(s) {', '.join(map(str, self._notes.missing(what)))} to agree on {subject}"
 
         try:
-            self._notes.say(what, json.dumps(mine))
-            while (said := self._notes.heard(what)) is None:
-                self.miss_who_left(f"the agreement on {subject}")
+            self._notes.post(what, json.dumps(mine))
+            while (said := self._notes.all(what)) is None:
+                self.raise_if_left(f"the agreement on {subject}")
                 self._lock.wait(POLL)
                 loaded = generation != self._timetable.generation
                 if self._stopping or (loaded and not what.startswith("unit")):
                     return None
-                if self.parked:  # everybody will be there, or the collective call says who is not
+                if self.parked:  # the collective call names the workers that do not come
                     wait.renew()
                 wait.check(late, "are they alive, and do they take steps?")
         except RuntimeError as error:

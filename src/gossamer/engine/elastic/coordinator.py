@@ -96,7 +96,7 @@ class ElasticCoordinator(Coordinator):
         if self._donated is not None:
             self._continue_from(self._donated, lanes)
 
-    # -- collective calls ----------------------------------------------------------------------------------------
+    # -- collective calls -------------------------------------------------------------------------------------
 
     def meet(self, lanes: Sequence[Lane], call: str) -> None:
         """Bring all members that can come to one meeting; from then on exact averages are over them."""
@@ -130,7 +130,7 @@ class ElasticCoordinator(Coordinator):
         self._transfer.close()
         self.meetings.close()
 
-    # -- between steps -------------------------------------------------------------------------------------------
+    # -- between steps ----------------------------------------------------------------------------------------
 
     def between_steps(self, lanes: Sequence[ElasticLane]) -> None:
         """Serve the state to workers that asked for it, and join again if the others continued without this worker."""

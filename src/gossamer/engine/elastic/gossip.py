@@ -79,7 +79,7 @@ class ElasticGossip(Gossip):
     def _state(self) -> dict[str, Any]:
         return {**super()._state(), "topology": self.lanes[0].planned.topology.name}
 
-    # -- the protocol of recipes, checkpoints and integrations ---------------------------------------------------
+    # -- the protocol of recipes, checkpoints and integrations ------------------------------------------------
 
     def accepts(self, state: dict[str, Any]) -> bool:
         """False: the members of a resumed job are new, so it starts from the parameters and the step count only."""
@@ -124,7 +124,7 @@ class ElasticGossip(Gossip):
             finally:
                 self._stop(drain=1.0)
 
-    # -- collective calls --------------------------------------------------------------------------------------
+    # -- collective calls -------------------------------------------------------------------------------------
 
     def _collectively(self, call: str, steps: Callable[[], Collective]) -> Any:
         """Meet again until a meeting succeeds for all participants."""

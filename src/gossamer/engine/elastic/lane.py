@@ -50,7 +50,7 @@ class ElasticLane(SyncLane):
         self._launched = clock()
         self._follow_members()
 
-    # -- rounds --------------------------------------------------------------------------------------------------
+    # -- rounds -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def launch(self, *, combine: bool = True) -> None:
@@ -129,7 +129,7 @@ class ElasticLane(SyncLane):
         self.lost += 1
         job.error = None  # dropped: it has no result to mix in
 
-    # -- collective calls ----------------------------------------------------------------------------------------
+    # -- collective calls -------------------------------------------------------------------------------------
 
     def abandon(self, jobs: Sequence[Job]) -> None:
         """End the exchanges of a meeting that failed, so that they do not delay those of the next one."""
