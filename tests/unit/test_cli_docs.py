@@ -1,4 +1,4 @@
-"""What the documents say the commands print is what they print."""
+"""Documents are true: commands print what the pages show, and the example of a topology works."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gossamer.cli import main
+from gossamer.topology import Layout, registry
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```console\n\$ gossamer (.*?)\n(.*?)```", re.S)
@@ -35,3 +36,13 @@ def test_the_output_shown_is_true(
     monkeypatch.setenv("COLUMNS", "80")
     assert main(shlex.split(command)) == 0
     assert _lines(capsys.readouterr().out) == _lines(output)
+
+
+def test_the_topology_of_the_contributing_page_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
+    monkeypatch.setattr(registry, "_NAMES", dict(registry._NAMES))
+    block = re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.S)
+    assert block is not None
+    exec(block[1], {})
+    topology = registry.build("node-pairs", Layout.of([2, 1, 2]))
+    assert [round.groups for round in topology.rounds] == [((0, 1, 2), (3, 4)), ((0, 1), (2, 3, 4))]

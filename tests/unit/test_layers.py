@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src" / "gossamer"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "gossamer"
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,32 @@ def test_layers_hold() -> None:
 def test_every_layer_of_the_design_is_there() -> None:
     folders = {p.name for p in SOURCE.iterdir() if p.is_dir() and (p / "__init__.py").exists()}
     assert folders == set(LAYERS) - {"errors", "__main__", "__init__"}
+
+
+def _table_of_rooms() -> dict[str, str]:
+    """The folders in the table of CONTRIBUTING.md, and what the table says that they may import."""
+    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Rooms")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `([a-z_/]+)/` \| .+ \| (.+) \|$", section, re.M)
+    assert len(rows) == len(dict(rows)), "a folder is listed twice"
+    return dict(rows)
+
+
+def test_contributing_lists_every_folder() -> None:
+    folders = {p.parent.relative_to(SOURCE).as_posix() for p in SOURCE.rglob("*") if p.is_file()}
+    assert set(_table_of_rooms()) == {f for f in folders if f != "." and "__pycache__" not in f}
+
+
+def test_contributing_says_what_a_room_may_import() -> None:
+    for folder, may in _table_of_rooms().items():
+        room, _, inside = folder.partition("/")
+        if inside:
+            assert may == f"as `{room}/`", folder
+        elif room in ("jobs", "cli"):
+            assert may == {"jobs": "everything but `cli`", "cli": "everything"}[room]
+        else:
+            named = set(re.findall(r"`(\w+)`", may))
+            assert named == LAYERS[room].ours - {"errors"}, folder
+            assert ("the public API" in may) == LAYERS[room].public, folder
 
 
 @pytest.mark.parametrize(
