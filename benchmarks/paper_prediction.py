@@ -157,9 +157,9 @@ def main() -> None:
 def notes() -> list[str]:
     return [
         "Variants. `two`: two numbers, compute shrinks as 1/workers. `three`: and a part of the compute that does not",
-        "shrink, fitted on the small size's all-reduce and AER as well. `bonded`: as `three`, with two interfaces a",
-        "node on a40 and a100, because the paper's exp times there move more bytes a second than one interface of that",
-        "speed carries (a40, 16 workers: 2 x 260 MB a node and step in 97 ms are 43 Gb/s). So it has seen exp times.",
+        "shrink, fitted on the small size's all-reduce and AER as well. `bonded`: as `three`, with two interfaces per",
+        "node on a40 and a100, because the paper's exp times move more bytes per second than one interface of that",
+        "speed carries (a40, 16 workers: 2 x 260 MB per node and step in 97 ms are 43 Gb/s). So it has seen exp times.",
         "Ties count as fastest: without jitter exp and AER are equal on fast links, so 9 of 9 there says little.",
     ]
 

@@ -158,7 +158,7 @@ def test_bytes_over_bandwidth():
     """10 MB/s, 4 MB: AER's hierarchical exchange crosses nodes every other phase, 0.4 s; inside a node 0.4 ms."""
     one = ExchangePolicy(buckets=1, stagger=False)
     assert step("dadam:aer", one) == pytest.approx((0.1 + 0.4) / 2, rel=0.01)
-    # flat: each of a pair of nodes' 4 workers sends 3/4 twice, two thirds of it across: 2 x 4 MB a node
+    # flat: each of a pair of nodes' 4 workers sends 3/4 twice, two thirds of it across: 2 x 4 MB per node
     assert step("dadam:aer", ExchangePolicy(buckets=1, stagger=False, hierarchical=False)) == pytest.approx(
         0.45, rel=0.01
     )

@@ -35,13 +35,13 @@ DIFFERS = 0.25  # relative difference to the median from which a probed pair of 
 MOST_SAMPLES = 512  # of a measured step time: enough for a distribution
 
 
-class Part(BaseModel):
+class _Part(BaseModel):
     """A part of a description. It is immutable, and unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class LinkSpec(Part):
+class LinkSpec(_Part):
     """A link. `flow_gbps` is the bandwidth of one connection if it is less (bonded interfaces, busy CPU)."""
 
     bandwidth_gbps: Gbps
@@ -67,7 +67,7 @@ class PairSpec(LinkSpec):
     nodes: tuple[int, int]
 
 
-class ClusterLinks(Part):
+class ClusterLinks(_Part):
     """All links. `intra` is a worker's path to the others on its node; `inter` is a node's network interface."""
 
     inter: LinkSpec
@@ -75,7 +75,7 @@ class ClusterLinks(Part):
     pairs: tuple[PairSpec, ...] = ()
 
 
-class ComputeSpec(Part):
+class ComputeSpec(_Part):
     """The time of one step's forward and backward pass.
 
     `jitter` is a distribution around the mean; `samples`, measured step times in seconds, replace it. `per_worker` has
@@ -129,7 +129,7 @@ class ComputeSpec(Part):
         return float(parse_jitter(self.jitter).sample(64, 512, 0).var())
 
 
-class ModelSpec(Part):
+class ModelSpec(_Part):
     """The model: `mb` is the size of the fp32 parameters in 10^6 bytes, `buckets` how many buckets they are cut into
     (None: as many as the engine chooses)."""
 
@@ -145,7 +145,7 @@ class ModelSpec(Part):
         return self.buckets if self.buckets is not None else min(bucket_count(self.bytes, period), MOST_BUCKETS)
 
 
-class DdpSpec(Part):
+class DdpSpec(_Part):
     """The baseline DDP: torch's bucket size in MiB (the first bucket is 1 MiB), and the algorithm of the all-reduce.
 
     `ring` sends 2(n-1)/n of the data through every link, as gloo does. `best` is NCCL's choice: on two nodes a tree
@@ -158,7 +158,7 @@ class DdpSpec(Part):
     backward_share: Annotated[float, Field(ge=0, le=1)] = 2 / 3
 
 
-class ClusterSpec(Part):
+class ClusterSpec(_Part):
     """The description of a cluster. `layout` places the workers; `load` reads a file or a preset."""
 
     name: str = ""

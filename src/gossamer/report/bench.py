@@ -123,7 +123,7 @@ def markdown(bench: Mapping[str, Any]) -> str:
     lines = [
         f"{c['nodes']} nodes, workers {c['per_node']}, links {c['link']} {c['links'] or ''} ({c['network']}), compute "
         f"{c['compute_seconds']:g} s, jitter {c['jitter']}, {c['model_mb']:g} MB, γ {_number(c['gamma'])}; "
-        f"{plan['repeats']} repeats of {length}, in turn.",
+        f"{plan['repeats']} repeat{'s' * (plan['repeats'] != 1)} of {length}, in turn.",
         "",
         "| method | ms per step | spread | × DDP | × limit | limit by | waiting ms | MB per step | bucket MiB | CPU |",
         "|---|---|---|---|---|---|---|---|---|---|",

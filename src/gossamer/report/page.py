@@ -22,7 +22,7 @@ from gossamer.trace import Trace, merge, read_chrome
 
 TIMELINE_STEPS = 5
 TIMELINES = 4  # methods whose timeline is shown
-POINTS = 400  # of a training curve; more cannot be told apart
+POINTS = 400  # of a training curve; more cannot be distinguished
 
 Column = tuple[str, Callable[[dict[str, Any]], str]]
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_SPANS = 20_000  # more cannot be told apart on a screen
+MAX_SPANS = 20_000  # more cannot be distinguished on a screen
 MAX_PICTURE_ROWS = 64
 MAX_ROWS = 2048
 TALL, THIN = 0.62, 0.26  # heights of a worker's own bar and of the bar of its exchanges, which lies below
