@@ -171,7 +171,10 @@ class Inbox:
             self.changed.notify_all()
 
     def replan(self, epoch: int, starts: list[int]) -> None:
-        """Expect only messages of `epoch` from round `starts[lane]` on."""
+        """Expect only messages of `epoch` from round `starts[lane]` on.
+
+        See Note [Why a plan starts at an announced round] in membership.py.
+        """
         with self.changed:
             for key, slot in list(self._waiting.items()):
                 if key.in_a_round and slot.epoch < epoch and slot.round >= starts[key.channel.lane]:

@@ -35,7 +35,9 @@ class Lost(ConnectionError):
 class Peer:
     """What this worker knows about another process of the job.
 
-    A peer is `late` after this worker waited for it in vain: nothing waits for it again until it takes part in rounds.
+    Note [Why a late peer is waited for once]: a peer that stands still would cost each of its neighbors the soft
+    deadline in every step, and their neighbors wait for them in turn. So a peer is `late` after this worker has waited
+    for it in vain, and nothing waits for it again until it sends a message or reports another round.
     """
 
     rank: int

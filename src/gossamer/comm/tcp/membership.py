@@ -4,6 +4,12 @@ A worker that finds a member dead (its port is closed, or it was silent for `har
 record without it; a joining worker proposes one with itself. Records also travel on the links, so a worker learns of a
 change as soon as a neighbor knows it. Without the directory nothing is agreed, and every worker continues with the
 members it can reach.
+
+Note [Why a plan starts at an announced round]: workers learn of a new record at different times. If each followed its
+plan at once, neighbors would expect messages of different plans and lose the round. A proposal therefore names, for
+each lane, a round that lies MARGIN rounds beyond the furthest round its worker has heard of: until then all follow the
+old plan. A worker that learns of the record later than that loses the rounds in between, but mixes nothing wrong:
+messages carry the id of their plan, and a message of another plan is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ from gossamer.comm.tcp.rendezvous import Arrival
 
 LOOK = 0.5  # seconds between reads of the record
 LONGEST_LOOK = 1.5  # the same when the directory does not answer
-MARGIN = 2  # rounds between a proposal and the round from which it holds
+MARGIN = 2  # see Note [Why a plan starts at an announced round]
 
 
 class Membership:
@@ -45,7 +51,6 @@ class Membership:
     ):
         self.rank, self.size, self.me = arrival.rank, arrival.size, arrival.me
         self.directory, self.run = arrival.directory, arrival.foundation.run
-        self.joining = arrival.joining  # the job was running when this worker came
         self.record = Record(0, {}, [0] * arrival.lanes)
         self._rounds = [0] * arrival.lanes
         self._serve = serve

@@ -1,8 +1,8 @@
-"""Exchanges over TCP links, for elastic jobs.
+"""Exchanges over TCP links, for elastic jobs. Arithmetic, threads and plans are those of every other transport.
 
-gloo cannot stop waiting for a peer without losing the connection, and an abandoned receive may still be written to.
-Here a wait ends at once when the peer dies, skips the round, or is given up, and the buffer is safe afterwards. The
-arithmetic, the threads and the plans are those of every other transport.
+Note [Why elastic jobs do not use gloo]: gloo cannot stop waiting for a peer without losing the connection, and may
+still write to the buffer of an abandoned receive. On these links a wait ends at once when the peer dies, skips the
+round or is given up, the connection stays open, and the buffer is safe afterwards.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class TcpChannel(ThreadedChannel):
             ) from None
 
     def _skip(self, job: Job, channel: ChannelId, stamp: Stamp, slots: list[Slot]) -> None:
-        """Tell the peers of a failed job not to wait for this worker, and mark the peers that did not answer late."""
+        """Tell the peers of a failed job not to wait for this worker, and mark the peers that did not answer as late:
+        see Note [Why a late peer is waited for once] in link.py."""
         if job.given_up and not stamp.meeting:
             for slot in slots:
                 if not slot.over:

@@ -73,7 +73,8 @@ class ElasticLane(SyncLane):
         self._members.advance(self.index, k, jump=True)
 
     def _follow_members(self) -> None:
-        """Follow the plan of the latest members once its first round has come."""
+        """Follow the plan of the latest members once its first round has come: see Note [Why a plan starts at an
+        announced round] in comm/tcp/membership.py."""
         record = self._members.record
         if record.epoch == self.epoch or self._members.excluded:
             return
