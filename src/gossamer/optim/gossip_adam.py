@@ -47,10 +47,10 @@ class GossipAdam(AdamBase):
 
     # Note [Why c is constant]
     #     After t steps the share of noise in m̂ is not c but c_t = (1 − β1)(1 + β1^t) / ((1 + β1)(1 − β1^t)), which
-    #     is 1 at the first step, so Q holds more noise than c says, and σ² is underestimated for about 1 / (1 − β2)
-    #     steps. Dividing by 1 − (the mean of c_t in Q) removes that bias and trains worse: the estimates of the
-    #     first steps are the least certain, and a wrong one costs up to sqrt(κ) times too large a step. With the
-    #     constant, the first step is exactly Adam's and the correction fades in. Measured: docs/optimizers.md.
+    #     is 1 at the first step. So Q holds more noise than c says, and σ² is underestimated for about 1 / (1 − β2)
+    #     steps. Dividing by 1 − (the running mean of c_t) removes that bias, needs one more number per parameter and a
+    #     threshold for the first steps, and trains no better: benchmarks/records/optim/forms.md. With the constant,
+    #     the first step is Adam's (Q = V) and the early steps err on the small side.
 
     def __init__(
         self,
