@@ -24,7 +24,7 @@ import scipy.sparse.linalg as sla
 
 from gossamer.topology.core import Topology
 
-DENSE = 1024  # workers up to which dense algebra is used; a dense eigenvalue problem of 4096 takes minutes
+DENSE = 1024  # workers up to which dense algebra is used; its time grows with the cube of n
 CHAINLIKE = 4.5  # mean degree up to which a sparse factorization stays sparse (rings, grids, trees)
 DENSE_LIMIT = 8192  # a larger dense inverse takes gigabytes
 MODES = 16  # slowest modes to return
