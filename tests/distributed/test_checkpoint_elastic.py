@@ -1,4 +1,4 @@
-"""Checkpoints of a job that outlives its workers: of those who are there, and loaded by as many as there are."""
+"""Checkpoints of an elastic job: saved by the members that are alive, loaded by any number of workers."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def loaded(folder):
 
 
 @pytest.mark.parametrize("victim", [None, 0])
-def test_saved_by_those_who_are_there_and_loaded_by_all(monkeypatch, tmp_path, victim):
+def test_living_members_save_and_all_workers_load(monkeypatch, tmp_path, victim):
     with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
         workers = made.all(40, saved(tmp_path), pause=0.01)
         if victim is not None:

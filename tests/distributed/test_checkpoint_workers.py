@@ -21,7 +21,7 @@ from policies import policies
 ROOT = Path(__file__).parents[2]
 
 
-def trained(rank, folder, steps, resume=False, broken=None, fail=None, patience=20, **settings):
+def trained(rank, folder, steps, resume=False, broken=None, fail=None, timeout=20, **settings):
     """A plain training script; `broken` cannot write its part of step 2, `fail` raises in its loop after step 2."""
     torch.set_num_threads(1)
     with process_group(), warnings.catch_warnings(record=True) as warned:
@@ -30,7 +30,7 @@ def trained(rank, folder, steps, resume=False, broken=None, fail=None, patience=
         model = nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.2), nn.Linear(6, 2))
         optimizer = gossamer.AccumAdamW(model.parameters(), lr=0.05, accumulate=3)
         gossip = gossamer.decentralize(
-            model, optimizer, timeout=patience, **policies(**{"topology": "ring", **settings})
+            model, optimizer, timeout=timeout, **policies(**{"topology": "ring", **settings})
         )
         checkpoints = gossamer.Checkpoints(folder, keep_last=None)
         loaded = checkpoints.load(gossip, model, optimizer) if resume else None
@@ -76,7 +76,7 @@ def test_a_resumed_job_equals_the_uninterrupted_one(tmp_path, pools):
     assert files.steps_in(tmp_path / "cut") == [2, 4, 6, 8]
 
 
-def test_a_job_goes_on_with_fewer_workers_and_another_topology(tmp_path, pools):
+def test_a_job_resumes_with_fewer_workers_and_another_topology(tmp_path, pools):
     pools(2, 2).run(trained, tmp_path, 4)
     before = consensus(tmp_path)[1]
     answers = pools(2).run(trained, tmp_path, 4, resume=True, topology="complete")
@@ -106,7 +106,7 @@ def error_of(rank, *args, **kwargs):
 
 
 def test_an_exception_on_one_worker_ends_all_and_leaves_the_last_checkpoint(tmp_path, pools):
-    answers = pools(2).run(error_of, tmp_path, 50, fail=1, patience=4)
+    answers = pools(2).run(error_of, tmp_path, 50, fail=1, timeout=4)
     assert answers[1][0] == "ZeroDivisionError"
     assert answers[0][0] is not None, "the other worker trained on without its neighbor"
     deadline = time.monotonic() + 60
@@ -144,7 +144,7 @@ def test_a_signal_saves_and_ends_the_job(tmp_path, number):
     consensus(out / "checkpoints")
 
 
-def test_killed_at_random_moments_there_is_always_a_checkpoint_that_loads(tmp_path):
+def test_a_checkpoint_loads_after_kills_at_random_moments(tmp_path):
     script = [sys.executable, str(ROOT / "benchmarks" / "checkpoint_kill.py")]
     options = ["--kills", "2", "--workers", "2", "--width", "5000", "--within", "0.5", "--seed", "4"]
     done = subprocess.run([*script, *options], capture_output=True, text=True, timeout=300, check=True)

@@ -88,7 +88,7 @@ def test_without_replacements_the_other_workers_continue_and_evaluate(tmp_path, 
     assert result["final"]
     assert 0 <= result["averaged"]["accuracy"] <= 1
     assert result["unsaved"] == ""
-    assert "the others go on without it: 0 were replaced already" in err
+    assert "the others continue without it: 0 were replaced already" in err
     assert [row["step"] for row in rows(folder / "metrics-00001.jsonl") if "averaged" in row][-1] == 20
 
 

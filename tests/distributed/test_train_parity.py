@@ -28,7 +28,7 @@ def configured(method, virtual, **values):
 
 
 def real(rank, folder, values, resume=False, stop_after=None):
-    """One worker of a job; `stop_after`: worker 1 asks for a stop when it has done so many steps."""
+    """One worker of a job; `stop_after`: worker 1 asks for a stop after this many steps."""
     torch.set_num_threads(1)
     join_world()
     config = configured(**values)
@@ -63,7 +63,7 @@ def test_virtual_and_real_workers_have_the_same_parameters_after_every_step(tmp_
 
 
 @pytest.mark.parametrize("method", ["ddp", "dadam:ring", "accumadam:aer"])
-def test_workers_stop_together_when_asked_and_go_on_as_if_nothing_had_happened(tmp_path, pools, method):
+def test_workers_stop_after_the_same_step_and_resume_exactly(tmp_path, pools, method):
     per_node = (2,) if method == "ddp" else (2, 2)  # with more than 2 workers DDP's sums depend on its first buckets
     values = {"method": method, "virtual": False, "steps": 40, "checkpoint_every": 0, "per_node": per_node}
     answers = pools(*per_node).run(real, tmp_path / "cut", values, stop_after=3)

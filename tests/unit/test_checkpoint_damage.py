@@ -180,13 +180,13 @@ def test_code_in_a_file_is_not_run(made, tmp_path, capsys):
         ({"files": []}, "its groups are not those of 0 workers"),
     ],
 )
-def test_what_is_wrong_is_said(made, tmp_path, change, message):
+def test_damage_is_described(made, tmp_path, change, message):
     put(tmp_path, {**made[1], **change})
     with pytest.raises(GossamerError, match=message):
         consensus(tmp_path)
 
 
-def test_a_name_that_leads_elsewhere_is_refused(made, tmp_path):
+def test_a_path_outside_of_the_folder_is_refused(made, tmp_path):
     entries = [{**made[1]["files"][0], "name": "../../secret.pt"}]
     put(tmp_path, {**made[1], "files": entries})
     with pytest.raises(GossamerError, match=r"file 0 is called '../../secret.pt' and not 'worker-00000.pt'"):

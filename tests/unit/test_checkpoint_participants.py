@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from gossamer import GossamerError, VirtualCluster
+from gossamer import GossamerError, Participation, VirtualCluster
 from gossamer.checkpoint import files
+from gossamer.checkpoint.participants import Participants
 from gossamer.comm.tcp import Member, Record
 from gossamer.engine.elastic.meeting import Meeting
 from gossamer.topology import Layout
@@ -13,7 +14,7 @@ from gossamer.topology import Layout
 
 def write(folder, step, workers, meeting=""):
     for worker in range(workers):
-        files.write_part(folder, step, worker, {"who": meeting}, step, meeting)
+        files.write_part(folder, step, worker, {"meeting": meeting}, step, meeting)
     found = files.receipts(folder, step, workers, meeting)
     files.commit(folder, step, [(w,) for w in range(workers)], [found[w] for w in range(workers)])
 
@@ -40,6 +41,36 @@ def test_parts_of_another_meeting_are_ignored(tmp_path):
     files.commit(tmp_path, 10, [(0,), (1,)], [ready[0], ready[1]])
     assert files.read_manifest(tmp_path, 10).workers == 2
     assert not list((tmp_path / "step-00000010").glob("worker-*.json"))
+
+
+class Handle:
+    """The part of a handle that `Participants` needs to know who saves together."""
+
+    joined = in_meeting = False
+    steps = (3,)
+
+    def __init__(self):
+        self.met = Participation(2, (1,), ((0,), (1,)), steps=4, meeting="job/1", departed=lambda: {0: "worker 0 left"})
+
+    def participation(self):
+        return self.met
+
+    def state_dicts(self):
+        return [{}]
+
+
+def test_participants_stay_those_of_their_own_meeting():
+    """Files are written while training continues and the workers may already have met again."""
+    handle, model = Handle(), nn.Linear(2, 2)
+    workers = Participants(handle, model, torch.optim.SGD(model.parameters(), lr=0.1), None)
+    workers.gossip_states()
+    handle.met = Participation(1, (0,), ((0,),), steps=9, meeting="job/2")
+    assert (workers.total, workers.places, workers.meeting, workers.leads) == (2, (1,), "job/1", False)
+    assert workers.agree_on_step(3) == 4
+    assert workers.departed() == {0: "worker 0 left"}
+    workers.gossip_states()
+    assert (workers.total, workers.places, workers.meeting, workers.leads) == (1, (0,), "job/2", True)
+    assert workers.departed() == {}
 
 
 def test_a_replacement_of_the_same_rank_does_not_hide_a_death():

@@ -74,7 +74,7 @@ def saved(folder, workers, algorithm="awc", **settings):
 
 @pytest.mark.parametrize("before", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("after", [1, 2, 3, 5, 8])
-def test_every_old_worker_weighs_the_same_over_all_new_ones(before, after):
+def test_every_old_worker_has_the_same_weight_over_all_new_ones(before, after):
     weights = torch.zeros(after, before, dtype=torch.float64)
     for j in range(after):
         for i, weight in shares([j], after, [(w,) for w in range(before)]):
@@ -169,7 +169,7 @@ def config_for(method, workers, **values):
 
 @pytest.mark.parametrize("method", ["ddp", "dadam:ring", "accumadam:aer", "a2cid2:ring"])
 @pytest.mark.parametrize("after", [(1,), (3,), (2, 2, 2)])
-def test_recipes_go_on_with_other_workers(tmp_path, method, after):
+def test_recipes_continue_with_another_number_of_workers(tmp_path, method, after):
     run(config_for(method, (2, 2), steps=8), Toy(dropout=0.2), parse(method), tmp_path)
     where = tmp_path / "checkpoints"
     old = consensus(where)[1]
@@ -188,7 +188,7 @@ def test_recipes_go_on_with_other_workers(tmp_path, method, after):
     assert [r["step"] for r in rows if "loss" in r] == [*range(1, 13)]
 
 
-def test_nodes_with_one_replica_go_on_with_other_nodes(tmp_path):
+def test_nodes_with_one_replica_continue_with_other_nodes(tmp_path):
     run(config_for("dadam:ring", (2, 2), steps=8, exact_inside=True), Toy(), parse("dadam:ring"), tmp_path)
     old = consensus(tmp_path / "checkpoints")[1]
     config = config_for("dadam:ring", (1, 1, 1), exact_inside=True)

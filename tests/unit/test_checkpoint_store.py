@@ -92,7 +92,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path, settings):
     assert equal(again.train(4).values(), whole)
 
 
-def test_saving_changes_nothing_and_is_of_the_moment_it_was_asked_for(tmp_path):
+def test_saving_changes_nothing_and_copies_the_state_at_once(tmp_path):
     quiet = Run().train(6).values()
     checkpoints = Checkpoints(tmp_path)
     run = Run().train(3)
@@ -105,7 +105,7 @@ def test_saving_changes_nothing_and_is_of_the_moment_it_was_asked_for(tmp_path):
     assert equal(other.values(), before)
 
 
-def test_every_generator_goes_on(tmp_path):
+def test_every_generator_continues(tmp_path):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpoints = Checkpoints(tmp_path)
@@ -132,7 +132,7 @@ def test_keep_last_and_the_choice_of_a_step(tmp_path):
         run.load(checkpoints, step=1)
 
 
-def test_the_same_step_again_replaces_it(tmp_path):
+def test_saving_a_step_again_replaces_it(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     run = Run().train(1)
     run.save(checkpoints, step=5)
@@ -145,7 +145,7 @@ def test_the_same_step_again_replaces_it(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
 
 
-def test_a_history_that_was_not_loaded_is_not_overwritten(tmp_path):
+def test_checkpoints_that_were_not_loaded_are_not_overwritten(tmp_path):
     run = Run().train(3)
     checkpoints = Checkpoints(tmp_path)
     run.save(checkpoints)
@@ -203,7 +203,7 @@ def _full_after(writes):
     return write
 
 
-def test_a_folder_that_cannot_be_written_to_is_said_at_the_first_save(tmp_path):
+def test_an_unwritable_folder_is_an_error_at_the_first_save(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"cannot write checkpoints to .*file.inside: Not a directory; choose another"):
         Run(2).save(Checkpoints(tmp_path / "file" / "inside"))
@@ -236,7 +236,7 @@ def test_a_missing_worker_is_not_waited_for_forever(tmp_path):
     assert first.steps() == []
 
 
-def test_two_workers_make_one_checkpoint_whoever_is_first(tmp_path):
+def test_two_workers_make_one_checkpoint_in_any_order(tmp_path):
     models = [nn.Linear(2, 2) for _ in range(2)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
     both = [Checkpoints(tmp_path, rank=r, workers=2) for r in range(2)]
@@ -278,7 +278,7 @@ def test_another_model_or_number_of_optimizers_is_one_sentence(tmp_path):
         checkpoints.save(run.cluster, run.models[:1], run.optimizers)
 
 
-def test_what_could_not_be_read_again_is_refused_when_it_is_saved(tmp_path):
+def test_values_that_could_not_be_read_are_refused_when_saving(tmp_path):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpoints = Checkpoints(tmp_path)

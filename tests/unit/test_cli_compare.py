@@ -165,7 +165,7 @@ def test_what_cannot_be_trained_is_refused_before_it_begins(arguments, sentence,
     assert not list(tmp_path.iterdir())
 
 
-def test_options_that_are_no_table(tmp_path, capsys):
+def test_options_must_be_a_table(tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text('task = "vision"\noptions = 3\n')
     assert main(["train", "--config", str(file)]) == 2
@@ -181,7 +181,7 @@ model = { mb = 100 }
 """
 
 
-def test_a_refused_size_leaves_the_run_as_it_was(tmp_path, capsys):
+def test_a_refused_size_leaves_the_run_unchanged(tmp_path, capsys):
     out, file = tmp_path / "run", tmp_path / "cluster.toml"
     file.write_text(CLUSTER)
     words = ["--steps", "2", "--checkpoint-every", "2", "--cluster", str(file), "--out", str(out), "--json"]
@@ -204,7 +204,7 @@ def step_seconds(method, **values):
     return clock["step_seconds"]
 
 
-def test_the_clock_knows_the_largest_node():
+def test_the_clock_uses_the_largest_node():
     small, large = (step_seconds("dadam:ring", exact_inside=True, per_node=p) for p in ((1, 3), (3, 1)))
     assert small == large
     assert large > step_seconds("dadam:ring", exact_inside=True, per_node=(2, 2))

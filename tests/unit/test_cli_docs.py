@@ -30,7 +30,7 @@ def test_there_is_output_to_check() -> None:
 
 
 @pytest.mark.parametrize(("where", "command", "output"), SHOWN, ids=[f"{w}: {c}" for w, c, _ in SHOWN])
-def test_the_output_shown_is_true(
+def test_the_documented_output_is_printed(
     where: str, command: str, output: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")

@@ -259,7 +259,7 @@ def check(kind, tmp_path, count):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", CASES)
-def test_any_file_gives_a_result_or_a_sentence(kind, tmp_path):
+def test_any_file_gives_a_result_or_one_sentence(kind, tmp_path):
     check(kind, tmp_path, 60)
 
 

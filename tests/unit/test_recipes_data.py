@@ -1,4 +1,4 @@
-"""Batches, shards and the task registry: who sees which sample when."""
+"""Batches, shards and the task registry: which worker sees which sample when."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ from gossamer.recipes.options import TASKS, options_type
 from gossamer.recipes.task import Batches, evaluating, make_task, seeded
 
 
-def test_batches_go_on_where_they_were():
+def test_batches_continue_from_their_state():
     stream = Batches(lambda i: i * i)
     assert [next(stream) for _ in range(3)] == [0, 1, 4]
     resumed = Batches(lambda i: i * i)
@@ -42,7 +42,7 @@ def test_epochs_and_seeds_differ():
     assert first.take(0, 50).tolist() == Order(50, seed=0).take(0, 50).tolist()
 
 
-def test_workers_together_see_every_sample_once_an_epoch():
+def test_workers_together_see_every_sample_once_per_epoch():
     picks = [picker(60, 5, worker=worker, workers=4, seed=7) for worker in range(4)]
     for epoch in range(2):
         seen = np.concatenate([pick(i) for i in range(3 * epoch, 3 * epoch + 3) for pick in picks])

@@ -26,7 +26,7 @@ def test_the_model_does_not_look_ahead():
     assert torch.allclose(model(tokens)[:, :5], model(changed)[:, :5], atol=1e-6)
 
 
-def test_a_fresh_model_knows_nothing():
+def test_a_new_model_predicts_uniformly():
     task = make_task("lm", {"evaluate_on": 16})
     scores = task.evaluate(task.model(0))
     assert scores["loss"] == pytest.approx(math.log(256), abs=0.2)
@@ -35,7 +35,7 @@ def test_a_fresh_model_knows_nothing():
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
-def test_text_comes_back(tmp_path, tokenizer):
+def test_decoding_restores_the_text(tmp_path, tokenizer):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps. Füße, 日本語.\n" * 60)
     task = make_task("lm", {"data": tmp_path, "tokenizer": tokenizer, "context": 16})
     text = "A new line\n\twith  spaces, ß and 日本\n"
@@ -55,7 +55,7 @@ def test_windows_predict_every_token_once(tmp_path):
     assert task.size(next(stream)) == 10
 
 
-def test_all_workers_get_one_shape_and_a_resumed_stream_goes_on():
+def test_all_workers_get_one_shape_and_a_resumed_stream_continues():
     task = make_task("lm")
     streams = [task.batches(worker, 4, seed=2) for worker in range(4)]
     batches = [next(stream).tokens for stream in streams]

@@ -85,8 +85,17 @@ def test_virtual_ddp_is_the_mean_gradient_of_all_workers(tmp_path, micro):
 
 def test_virtual_ddp_keeps_the_buffers_of_the_first_worker(tmp_path):
     """As torch's DDP, which broadcasts worker 0's before every forward pass."""
-    (got,) = trained(tmp_path, "ddp", Toy(norm=True), steps=3)
+    task = Toy(norm=True)
+    (got,) = trained(tmp_path / "three", "ddp", task, steps=3)
     assert int(got["1.num_batches_tracked"]) == 3
+    (got,) = trained(tmp_path / "one", "ddp", task, steps=1)
+    means = []
+    for worker in range(4):
+        model = task.model(0)
+        model(next(task.batches(worker, 4, seed=0))[0])
+        means.append(model[1].running_mean)
+    assert torch.equal(got["1.running_mean"], means[0])
+    assert not any(torch.allclose(got["1.running_mean"], other) for other in means[1:])
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -116,7 +125,7 @@ def test_batches_of_unequal_shapes_are_looped(tmp_path):
     assert same(trained(tmp_path / "b", "dadam:ring", Uneven(), batched="on"), looped)
 
 
-def test_the_choice_leaves_no_trace_and_avoids_running_statistics(tmp_path):
+def test_the_choice_restores_all_state_and_avoids_running_statistics(tmp_path):
     config = config_for("dadam:ring", batched="auto")
     for task in (Toy(), Toy(norm=True)):
         strategy = make_strategy(config, task, parse(config.method), tmp_path, 0, None)
@@ -148,7 +157,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, method, values):
     assert [r["bytes"] for r in rows] == [r["bytes"] for r in uncut]
 
 
-def test_evaluations_and_checkpoints_do_not_touch_training(tmp_path):
+def test_evaluations_and_checkpoints_do_not_change_training(tmp_path):
     task = Toy(dropout=0.3)
     quiet = trained(tmp_path / "a", "dadam:ring", task)
     busy = trained(tmp_path / "b", "dadam:ring", task, eval_every=1, checkpoint_every=1)
@@ -193,7 +202,7 @@ def test_simulated_time_and_bytes(tmp_path):
 
 
 class _After:
-    """Stop after so many steps."""
+    """Stop after `step` steps."""
 
     def __init__(self, step):
         from gossamer.recipes.graceful_stop import StopHere

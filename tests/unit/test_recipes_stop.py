@@ -31,7 +31,7 @@ def play(folder, *, lockstep, seed, meet_every):
                 request(folder)
             time.sleep(chance.random() * 0.002)
             with changed:
-                # nobody finishes a step that another has not begun (lockstep), or is far behind of (gossip)
+                # no worker finishes a step that another has not begun (lockstep) or is far behind of (gossip)
                 begun = done[rank]
                 assert changed.wait_for(lambda at=begun: at - min(done) <= lead, timeout=10)
                 done[rank] += 1

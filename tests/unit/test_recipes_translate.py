@@ -58,12 +58,12 @@ def subwords():
 
 @settings(max_examples=200)
 @given(text=st.text())
-def test_any_text_comes_back(subwords, text):
+def test_decoding_restores_any_text(subwords, text):
     assert subwords.decode(subwords.encode([text])) == [text]
 
 
 @pytest.mark.parametrize("text", ["<eos> and <pad>", "Größe  mit   Leerzeichen ", "日本語\n\tüß", ""])
-def test_marks_and_spaces_in_the_text_come_back(subwords, text):
+def test_decoding_restores_special_tokens_and_spaces_in_the_text(subwords, text):
     encoded = subwords.encode([text])
     assert subwords.decode(encoded) == [text]
     assert not {PAD, BOS, EOS} & set(encoded[0])
@@ -76,7 +76,7 @@ def test_the_same_text_gives_the_same_vocabulary():
     assert digests != {Subwords(text[:50], 300).digest()}
 
 
-def test_vocabularies_that_cannot_be_are_refused():
+def test_impossible_vocabularies_are_refused():
     with pytest.raises(InputError, match="vocabulary = 5000 is larger than the corpus allows, which yields"):
         Subwords(["one two three"], 5000)
     with pytest.raises(InputError, match=f"100 is too small: bytes and special tokens alone are {SMALLEST}"):

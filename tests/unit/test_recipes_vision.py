@@ -81,7 +81,7 @@ def test_label_smoothing_is_in_the_training_loss_only():
     assert plain.evaluate(model) == smooth.evaluate(model)
 
 
-def test_workers_share_the_images_and_a_resumed_stream_goes_on_with_augmentation():
+def test_workers_share_the_images_and_a_resumed_stream_repeats_its_augmentation():
     task = make_task("vision", {"crop": 1, "flip": True, "batch": 8})
     first, second = task.batches(0, 2, seed=3), task.batches(1, 2, seed=3)
     assert not torch.equal(next(first).images, next(second).images)

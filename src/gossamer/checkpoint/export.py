@@ -22,9 +22,8 @@ def consensus(folder: str | os.PathLike[str], step: int | None = None) -> tuple[
     """
     where = Path(folder)
     manifest = files.read_manifest(where, files.latest_in(where) if step is None else step)
-    everybody = range(manifest.workers)
     # Under DDP all workers hold the same replica, so any file will do.
-    workers = everybody if len(manifest.groups) > 1 else everybody[:1]
+    workers = range(manifest.workers if len(manifest.groups) > 1 else 1)
     first: State = {}
     totals: dict[str, Tensor] = {}
     local: set[str] = set()

@@ -110,8 +110,8 @@ def chaos(
 def _final_loss(folder: Path) -> float:
     """Return the final loss of an earlier run without faults."""
     try:
-        told = json.loads((folder / "record.json").read_text())
-        loss, faults = told["final_loss"], told["faults"]
+        record = json.loads((folder / "record.json").read_text())
+        loss, faults = record["final_loss"], record["faults"]
     except (OSError, ValueError, KeyError, TypeError):
         raise InputError(
             f"there is no record of a run in {folder}; write one with gossamer chaos --faults 0 --out {folder}"
@@ -183,7 +183,7 @@ def _shown(data: dict[str, Any], asked: ChaosConfig) -> Iterator[Any]:
     loss = "-" if data["final_loss"] is None else f"{data['final_loss']:.4f}"
     stall = "-" if data["longest_stall_s"] is None else f"{data['longest_stall_s']:.2f} s"
     yield Text(
-        f"hangs {data['hangs']}, restarts {data['restarts']}, longest stall of a survivor {stall}, "
+        f"hangs {data['hangs']}, restarts {data['restarts']}, longest stall of a living worker {stall}, "
         f"rejoined {data['rejoined']}, final loss {loss} (calm: {calm})"
     )
     yield Text("left behind: " + ", ".join(f"{v} {k.replace('_', ' ')}" for k, v in data["leaks"].items()))

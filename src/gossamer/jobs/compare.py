@@ -144,7 +144,7 @@ class _Flag(Protocol):
 
 
 class _StopWithParent(StopHere):
-    """The stop of a process of its own: the parent handles Ctrl-C and sets a shared byte."""
+    """The stop of a child process: the parent handles Ctrl-C and sets a shared byte."""
 
     def __init__(self, asked: _Flag) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def _begin(asked: _Flag) -> None:
 def _train_virtual(
     config: RunConfig, folder: Path, cluster: str | None, stop: StopHere | None = None
 ) -> Outcome | None:
-    """Train one virtual run, in a process of its own, or in this one with its `stop`; None if it was not started."""
+    """Train one virtual run, in a child process, or in this process with `stop`; returns None if it was not started."""
     stop = stop or _stop
     if stop(0):
         return None

@@ -145,7 +145,7 @@ def _next(
 ) -> str:
     """Replace a dead worker if the run still needs it; returns what was done, as text."""
     if count > config.max_replacements:
-        return f"the others go on without it: {config.max_replacements} were replaced already (--max-replacements)"
+        return f"the others continue without it: {config.max_replacements} were replaced already (--max-replacements)"
     if outcomes or not pool.running:
         return "the run ends without it"
     pool.start(dead.rank, run_member, str(folder), resume)  # it loads a checkpoint only if the job has not begun

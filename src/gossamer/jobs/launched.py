@@ -62,7 +62,10 @@ def train_launched(
     with display, interrupts(lambda: graceful_stop.request(folder)):
         outcome = train_here(folder, rank, resume=resume is not None, watch=display if rank == 0 else None)
     leave_world()
-    return (outcome, folder, config) if rank == 0 else None
+    if rank > 0:
+        return None
+    graceful_stop.clear(folder)
+    return outcome, folder, config
 
 
 def _refuse_elastic(config: RunConfig) -> None:

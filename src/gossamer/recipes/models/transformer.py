@@ -131,7 +131,7 @@ class Decoding:
         return torch.log_softmax(scores.float(), dim=-1).cpu()
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows, in this order; a row may be dropped or repeated."""
+        """Keep these rows, in this order; a row may be dropped or repeated."""
         rows = rows.to(self._memory.device)
         self._memory, self._mask = self._memory[rows], self._mask[rows]
         for caches in self._caches:
