@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 import gossamer
-from gossamer.comm.tcp import directory
+from gossamer.comm.tcp import HostedDirectory
 from gossamer.lab import CpuMeter, WorkerPool
 from gossamer.lab.emulate import EmulatedModel
 from gossamer.report.record import environment, write_record
@@ -62,7 +62,7 @@ def worker(rank: int, args: argparse.Namespace, mb: float, compute: float, ports
 
 
 def measure(args: argparse.Namespace, mb: float, compute: float) -> dict[str, Any]:
-    directories = [directory.host() for _ in range(args.repeats)]
+    directories = [HostedDirectory() for _ in range(args.repeats)]
     with CpuMeter() as cpu, WorkerPool(args.workers, timeout=1800) as pool:
         blocks = pool.run(worker, args, mb, compute, [d.port for d in directories])[0]
     ratios = sorted(b["continue"]["step_s"] / b["raise"]["step_s"] for b in blocks)

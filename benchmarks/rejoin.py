@@ -143,13 +143,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.work is not None:
         work(args.work, args.model_mb, args.compute)
         return
-    from gossamer.comm.tcp import directory
+    from gossamer.comm.tcp import HostedDirectory
     from gossamer.lab import CpuMeter
     from gossamer.report.record import environment, write_record
 
     machine = environment()
     samples = []
-    hosted = directory.host()
+    hosted = HostedDirectory()
     with tempfile.TemporaryDirectory() as folder, CpuMeter() as cpu:
         job = RejoinJob(Path(folder), args.workers, hosted.port, args)
         try:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gossamer
-from gossamer.comm.tcp import directory
+from gossamer.comm.tcp import HostedDirectory
 from gossamer.engine.elastic.gossip import ElasticGossip
 from policies import policies
 
@@ -88,7 +88,7 @@ class Worker(threading.Thread):
 class Job:
     """`n` workers and the directory they meet in."""
 
-    def __init__(self, n: int, per_node: int, options: dict[str, Any], hosted: directory.HostedDirectory):
+    def __init__(self, n: int, per_node: int, options: dict[str, Any], hosted: HostedDirectory):
         self.n, self.per_node, self.options, self.directory = n, per_node, options, hosted
         self.local = threading.local()
         self.lock = threading.Lock()
@@ -111,7 +111,7 @@ class Job:
         port = self.directory.port
         self.directory.close()
         gc.collect()
-        self.directory = directory.host(port)
+        self.directory = HostedDirectory(port)
 
     def start(self, rank: int, steps: int, end: Callable[..., Any] = lambda g: None, pause: float = 0.0) -> Worker:
         worker = Worker(self, rank, steps, end, pause)
@@ -124,7 +124,7 @@ class Job:
 
 @contextmanager
 def job(monkeypatch: Any, n: int, per_node: int = 1, **options: Any) -> Any:
-    made = Job(n, per_node, options, directory.host())
+    made = Job(n, per_node, options, HostedDirectory())
     monkeypatch.setenv("GOSSAMER_DIRECTORY", f"127.0.0.1:{made.directory.port}")
     engine = import_module("gossamer.engine.decentralize")
     monkeypatch.setattr(engine, "rank_and_size", lambda without_group=False: (made.local.rank, n))

@@ -5,7 +5,7 @@ import threading
 import pytest
 from torch.distributed import TCPStore
 
-from gossamer.comm.tcp import DirectoryClient, Member, Record, Refused, Unreachable, host, look
+from gossamer.comm.tcp import DirectoryClient, HostedDirectory, Member, Record, Refused, Unreachable, look
 from gossamer.comm.tcp.frame import Ask, Hello
 from gossamer.comm.tcp.record import Agreement, Foundation
 
@@ -22,7 +22,7 @@ def record(epoch, *ranks):
 
 @pytest.fixture
 def directory():
-    hosted = host(address="127.0.0.1")
+    hosted = HostedDirectory(address="127.0.0.1")
     client = DirectoryClient(
         lambda wait: TCPStore("127.0.0.1", hosted.port, is_master=False, wait_for_workers=False), first_wait=5.0
     )

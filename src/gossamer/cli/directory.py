@@ -30,10 +30,10 @@ def directory(
 
     Run one per job, on a host that stays up: without the directory training continues, but no worker can join.
     """
-    from gossamer.comm.tcp.directory import host
+    from gossamer.comm.tcp import HostedDirectory
 
     try:
-        hosted = host(port, address)
+        hosted = HostedDirectory(port, address)
     except OSError as error:
         why = error.strerror or error
         raise InputError(f"cannot listen on port {port} of {address}: {why}; choose another --port") from None

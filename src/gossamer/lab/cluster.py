@@ -247,9 +247,9 @@ class LabCluster:
 
 def _host_directory(rank: int, address: str) -> int:
     """Host a directory at `address` for as long as this process lives; return its port."""
-    from gossamer.comm.tcp import directory
+    from gossamer.comm.tcp import HostedDirectory
 
-    _kept.append(directory.host(address=address))
+    _kept.append(HostedDirectory(address=address))
     return int(_kept[-1].port)
 
 

@@ -3,7 +3,7 @@
 `Rendezvous` brings a worker into the job, `Membership` keeps track of who is in it, `TcpTransport` carries exchanges.
 """
 
-from gossamer.comm.tcp.directory import DirectoryClient, HostedDirectory, Unreachable, host, look
+from gossamer.comm.tcp.directory import DirectoryClient, HostedDirectory, Unreachable, look
 from gossamer.comm.tcp.frame import Ask, Refused, digest
 from gossamer.comm.tcp.links import send_state
 from gossamer.comm.tcp.membership import Membership
@@ -25,7 +25,6 @@ __all__ = [
     "TcpTransport",
     "Unreachable",
     "digest",
-    "host",
     "look",
     "send_state",
 ]

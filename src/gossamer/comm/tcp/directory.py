@@ -32,9 +32,14 @@ class Unreachable(GossamerError):
 
 
 class HostedDirectory:
-    """A directory in this process, for launchers. Keep it as long as workers may join."""
+    """A directory in this process, for launchers. Keep it as long as workers may join.
 
-    def __init__(self, port: int, address: str):
+    Args:
+        port: The port to listen on; 0 chooses a free one, see the attribute `port`.
+        address: The address of the interface to listen on. Default: all interfaces.
+    """
+
+    def __init__(self, port: int = 0, address: str = "0.0.0.0"):
         listener = socket.create_server((address, port), backlog=1024)  # torch would listen on every interface
         name, self.port = listener.getsockname()[:2]
         reach = "127.0.0.1" if name == "0.0.0.0" else name
@@ -45,11 +50,6 @@ class HostedDirectory:
     def close(self) -> None:
         """Stop serving. Workers continue to train, but nobody can join."""
         self._store = None  # the server lives as long as this object
-
-
-def host(port: int = 0, address: str = "0.0.0.0") -> HostedDirectory:
-    """Host a directory on `port` (0: a free one, see `.port`) of the interface with `address` (default: all)."""
-    return HostedDirectory(port, address)
 
 
 def directory_address() -> tuple[str, int]:
