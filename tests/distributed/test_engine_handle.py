@@ -130,11 +130,12 @@ def left_over():
 
 
 def settled(threads, sockets):
-    """What is left over once it is no more than that, or after five seconds: both sides must have closed."""
-    deadline = time.monotonic() + 5
+    """What is left over once none of Gossamer's threads runs and there are no more threads and sockets than given. Both
+    sides must have closed, and ending threads need a processor: gives up after 40 seconds."""
+    deadline = time.monotonic() + 40
     while True:
         found = left_over()
-        if (found[1] <= threads and found[2] <= sockets) or time.monotonic() > deadline:
+        if (not found[0] and found[1] <= threads and found[2] <= sockets) or time.monotonic() > deadline:
             return found
         time.sleep(0.05)
 

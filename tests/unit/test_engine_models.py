@@ -100,13 +100,24 @@ def test_odd_strides_empty_and_scalar_parameters():
 
 @pytest.mark.parametrize("bucket_mib", [None, 0.0001])
 def test_a_dtype_with_only_empty_parameters(bucket_mib):
-    models = linear(2)
+    """The empty parameters have no bucket, and the others are mixed as without them."""
+    models, plain = linear(2), linear(2)
     for m in models:
         m.nothing = nn.Parameter(torch.empty(0, dtype=torch.float64))
-    optimizers = sgd(models)
-    cluster_of(models, optimizers, bucket_mib=bucket_mib)
-    step_all(models, optimizers)
-    step_all(models, optimizers)
+    mean = torch.stack([m.weight.detach() for m in models]).mean(0)
+    assert not torch.equal(models[0].weight, models[1].weight)
+    gossips = []
+    for ms in (models, plain):
+        optimizers = sgd(ms, lr=0.0)
+        _, made = cluster_of(ms, optimizers, bucket_mib=bucket_mib, topology="complete", broadcast=False)
+        gossips.append(made[0])
+        step_all(ms, optimizers)
+        step_all(ms, optimizers)
+    for m, other in zip(models, plain, strict=True):
+        torch.testing.assert_close(m.weight.detach(), mean)
+        assert torch.equal(m.weight, other.weight)
+        assert m.nothing.shape == (0,)
+    assert gossips[0].stats()["bytes_sent"] == gossips[1].stats()["bytes_sent"] > 0
 
 
 def test_tied_weights_are_one_parameter():
@@ -152,11 +163,19 @@ def test_neighbors_in_one_storage_are_fine():
     """Slices of one storage that do not overlap, as fused weights split by a user."""
     models = []
     for _ in range(2):
-        base = torch.zeros(20)
+        base = torch.arange(20.0) * (len(models) + 1)
         m = nn.Module()
         m.a, m.b = nn.Parameter(base[:10]), nn.Parameter(base[10:])
         models.append(m)
-    cluster_of(models, sgd(models))
+    optimizers = sgd(models)
+    cluster_of(models, optimizers, topology="complete", broadcast=False)
+    for _ in range(2):
+        for m, o in zip(models, optimizers, strict=True):
+            m.a.grad, m.b.grad = torch.full((10,), 1.0), torch.full((10,), -1.0)
+            o.step()
+    for m in models:  # the mean of both workers' values after the first step, and another step
+        torch.testing.assert_close(m.a.detach(), torch.arange(10.0) * 1.5 - 0.2)
+        torch.testing.assert_close(m.b.detach(), torch.arange(10.0, 20.0) * 1.5 + 0.2)
 
 
 def test_complex_is_refused():
