@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gossamer.checkpoint import files
-from gossamer.comm.world import join_world, leave_world
+from gossamer.comm.process_groups import join_world, leave_world
 from gossamer.predict.methods import parse
 from gossamer.recipes import graceful_stop as stop
 from gossamer.recipes.config import make_config

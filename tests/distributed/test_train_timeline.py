@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from gossamer.comm import world
+from gossamer.comm import process_groups
 from gossamer.jobs.configure import build_config
 from gossamer.jobs.local import run_worker
 from gossamer.jobs.prepare import checked_task, prepare_folder
@@ -15,7 +15,7 @@ STEPS = 3
 
 
 def kept(rank):
-    return len(world._left)
+    return len(process_groups._left)
 
 
 @pytest.fixture(scope="module")

@@ -93,7 +93,7 @@ def _torch_checks() -> Iterator[Check]:
         return
     import torch
 
-    from gossamer.comm.backends import available_backends
+    from gossamer.comm.process_groups import available_backends
 
     for name, ok in available_backends().items():
         detail = "available" if ok else "not in this torch build"

@@ -33,7 +33,7 @@ def probe(
     as_json: Json = False,
 ) -> None:
     """Measure links and all-reduce under torchrun or Slurm (or in the lab), and write a cluster file."""
-    from gossamer.comm.world import launched
+    from gossamer.comm.process_groups import launched
     from gossamer.predict.cluster import read_compute
 
     if not 0 < seconds <= 60:
@@ -49,7 +49,7 @@ def probe(
 
 def _measure_here(seconds: float) -> tuple[int, dict[str, Any]]:
     from gossamer.comm.link_probe import probe_links
-    from gossamer.comm.world import join_world, leave_world
+    from gossamer.comm.process_groups import join_world, leave_world
 
     rank, _ = join_world()
     links = probe_links(seconds).to_dict()

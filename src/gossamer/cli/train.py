@@ -37,7 +37,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a task on local workers, on virtual workers, or as a worker of a job that torchrun or Slurm started."""
-    from gossamer.comm.world import launched
+    from gossamer.comm.process_groups import launched
     from gossamer.jobs.progress import summary_writer
 
     if tensorboard:

@@ -30,6 +30,7 @@ from gossamer.comm.process_groups import (
     node_name,
     rank_and_size,
     sharded_ranks,
+    share_texts,
     subgroup_of,
     worker_group,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "reduction",
     "room_for",
     "sharded_ranks",
+    "share_texts",
     "subgroup_of",
     "wire_named",
     "worker_group",

@@ -24,9 +24,12 @@ HOOKS: dict[str, Any] = {
 
 
 def ddp(model: nn.Module, *, bucket_mb: float | None = None, wire: str = "fp32", sent: Sent | None = None) -> nn.Module:
-    """torch's DDP; `bucket_mb` is its bucket_cap_mb (MiB), `wire` its compression hook.
+    """Wrap `model` in torch's DDP.
 
-    `sent` is told about every bucket's all-reduce. On a paced network the all-reduces take as long as a ring needs.
+    Args:
+        bucket_mb: DDP's `bucket_cap_mb`, in MiB.
+        wire: Compression hook: "fp32" (none), "bf16" or "fp16".
+        sent: Called for every bucket's all-reduce. On a paced network an all-reduce takes as long as a ring would.
     """
     options: dict[str, Any] = {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
@@ -40,7 +43,7 @@ def ddp(model: nn.Module, *, bucket_mb: float | None = None, wire: str = "fp32",
             future: torch.futures.Future[Tensor] = inner(state, bucket)
             return future
 
-        # torch refuses its own bf16 hook, by name, on anything but NCCL; gloo has learnt to add bf16 meanwhile
+        # torch refuses its own bf16 hook, by name, on backends other than NCCL, although gloo can add bf16
         wrapped.register_comm_hook(None, compress)
     return wrapped
 
@@ -52,21 +55,22 @@ def _watched(inner: Any, width: int, pace: Pace | None, sent: Sent | None) -> An
         until = pace.reserve_allreduce(size) if pace is not None else 0.0
         future: torch.futures.Future[Tensor] = inner(state, bucket)
         if pace is None:
-            return future.then(lambda done: _told(done, sent, begin, size))
+            return future.then(lambda done: _reported(done, sent, begin, size))
         late: torch.futures.Future[Tensor] = torch.futures.Future()
 
-        def hand_over() -> None:
+        def finish_late() -> None:
             future.wait()
             sleep_until(until)
-            late.set_result(_told(future, sent, begin, size))
+            late.set_result(_reported(future, sent, begin, size))
 
-        threading.Thread(target=hand_over, daemon=True).start()
+        threading.Thread(target=finish_late, daemon=True).start()
         return late
 
     return hook
 
 
-def _told(done: Any, sent: Sent | None, begin: float, size: int) -> Tensor:
+def _reported(done: Any, sent: Sent | None, begin: float, size: int) -> Tensor:
+    """The result of an all-reduce, after it was reported to `sent`."""
     if sent is not None:
         sent(begin, clock(), size)
     result: Tensor = done.value()
@@ -79,7 +83,7 @@ class DdpTimeline:
 
     def __init__(self, writer: TraceWriter) -> None:
         self._writer, self._shift = writer, writer.now() - clock()
-        self._exchanges: list[tuple[float, float, int]] = []  # of the step under way, from the group's threads
+        self._exchanges: list[tuple[float, float, int]] = []  # of the current step; appended by the group's threads
         self._begin = self._middle = 0.0
         self._step = 0
 

@@ -1,9 +1,9 @@
 """One exchange: the communication of one bucket in one round, as a coroutine.
 
 `exchange` carries out a worker's program (gossamer.topology.plan) on tensors. It yields a `Batch` of messages
-whenever it needs the network and goes on once they have arrived; who moves the bytes is the driver's business: a
-communication thread over gloo, a side stream over NCCL, or all workers of one process in turn. So there is one
-implementation of the arithmetic for every transport.
+whenever it needs the network and continues once they have arrived. A driver moves the bytes: a communication thread
+over gloo, a side stream over NCCL, or a loop over all workers of one process. So there is one implementation of the
+arithmetic for every transport.
 
 Note [Why averages divide]: 1/n is not a floating-point number unless n is a power of two. Multiplying by its rounded
 value moves the workers' mean by up to 5e-8 of itself in every round, always in the same direction. So a mean is a sum
@@ -28,7 +28,7 @@ CHUNK = 2**15  # elements
 
 @dataclass(frozen=True)
 class Batch:
-    """Messages to send and to receive together: `(peer, tensor)` each, in one order on both sides of a pair."""
+    """Messages to send and to receive together, as `(peer, tensor)`, in the same order on both sides of a pair."""
 
     sends: list[tuple[int, Tensor]]
     recvs: list[tuple[int, Tensor]]
@@ -36,8 +36,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Mixed:
-    """What an exchange leaves behind. `weight is None`: `out` is the mixed value; else it is
-    `x + weight * (out - x)`, left to whoever applies it, in the one pass over the parameters that it needs anyway."""
+    """The result of an exchange. If `weight` is None, `out` is the mixed value. Otherwise the mixed value is
+    `x + weight * (out - x)`, computed when the result is applied, in the one pass over the parameters that this needs
+    anyway."""
 
     out: Tensor
     weight: float | None = None
@@ -65,7 +66,7 @@ class Combine(Protocol):
 
 @dataclass
 class Scratch:
-    """Byte buffers that live as long as their thread: fresh large allocations would fault in new pages each time."""
+    """Byte buffers that live as long as their thread. Large new allocations would fault in new pages each time."""
 
     buffers: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
@@ -77,7 +78,7 @@ class Scratch:
         return held[:nbytes]
 
     def cut(self, use: str, sizes: list[int], like: Tensor) -> list[Tensor]:
-        """One tensor of `like`'s dtype for each number of elements, each aligned."""
+        """One aligned tensor of `like`'s dtype for each number of elements in `sizes`."""
         item = like.element_size()
         starts, total = [], 0
         for size in sizes:
@@ -87,7 +88,7 @@ class Scratch:
         return [whole[s : s + n * item].view(like.dtype) for s, n in zip(starts, sizes, strict=True)]
 
     def payloads(self, use: str, sizes: list[int], wire: Wire, device: torch.device) -> list[Tensor]:
-        """One payload for each number of elements, each aligned."""
+        """One aligned payload for each number of elements in `sizes`."""
         lengths = [wire.payload_bytes(n) for n in sizes]
         starts, total = [], 0
         for length in lengths:
@@ -98,9 +99,16 @@ class Scratch:
 
 
 def exchange(program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Scratch, *, lazy: bool = True) -> Exchange:
-    """Mix `x` (read only, flat) by `program`. `out` is the receive buffer: x's elements plus room for rounding up
-    shards (`room_for`). Returns what is to be applied, or None when the round has nothing for this worker. A plain swap
-    is left for the pass that applies it unless `lazy=False`."""
+    """Mix the flat tensor `x`, which is only read, by `program`.
+
+    Args:
+        out: The receive buffer, of `room_for(...)` elements.
+        wire: Format of messages between nodes.
+        lazy: Leave the arithmetic of a plain swap to the pass that applies the result.
+
+    Returns:
+        The result to apply, or None if this worker takes no part in the round.
+    """
     if not program:
         return None
     size = x.numel()
@@ -137,7 +145,8 @@ def exchange(program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Scra
 
 
 def correction(program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Scratch) -> Exchange:
-    """The same, but `out` becomes mixed - x (over the weight), to be added to parameters that moved on meanwhile."""
+    """The same, but the result is a correction: `out` becomes mixed - x (divided by the weight), to be added to
+    parameters that have changed since the launch."""
     mixed = yield from exchange(program, x, out, wire, scratch)
     if mixed is not None:
         mixed.out.sub_(x)
@@ -173,7 +182,8 @@ def arrived(scratch: Scratch) -> Exchange:
 
 
 def room_for(size: int, largest_part: int) -> int:
-    """Elements `out` needs: every shard has ceil(size / parts) elements, so a part may overshoot by its count."""
+    """Number of elements of `out`: every shard has ceil(size / parts) elements, so all shards of a part together may
+    exceed `size` by the number of workers in the part."""
     return size + largest_part
 
 
@@ -209,12 +219,12 @@ def _reduce_inside(step: Step, value: Tensor, out: Tensor, combine: Combine) -> 
 def _reduce_across(
     step: Step, value: Tensor, wire: Wire, lossless: bool, scratch: Scratch
 ) -> Generator[Batch, None, list[Tensor]]:
-    """Each owner's weighted mean of its ranges, of the values as they were sent."""
+    """The weighted mean of every range that this worker owns, computed from the values as they were sent."""
     if lossless:
         received = scratch.cut("recv", _sizes(step.recvs), value)
         yield Batch(_views(step.sends, value), _named(step.recvs, received))
     else:
-        received = yield from _trade(step, value, wire, scratch)
+        received = yield from _send_encoded(step, value, wire, scratch)
     means = scratch.cut("means", _sizes(step.own), value)
     for own, mean in zip(step.own, means, strict=True):
         part = value[own.start : own.stop]
@@ -238,7 +248,7 @@ def _reduce_across(
 def _spread(
     step: Step, value: Tensor, result: Tensor, means: list[Tensor], wire: Wire, lossless: bool, scratch: Scratch
 ) -> Generator[Batch, None, None]:
-    """Every owner gives its mean, in full precision, to the other owners: out += mean - (own value as sent)."""
+    """Every owner sends its mean, in full precision, to the other owners: out += mean - (own value as sent)."""
     by_range = {(o.start, o.stop): m for o, m in zip(step.own, means, strict=True)}
     received = scratch.cut("recv", _sizes(step.recvs), value)
     yield Batch([(p.peer, by_range[p.start, p.stop]) for p in step.sends], _named(step.recvs, received))
@@ -255,7 +265,7 @@ def _spread(
 def _swap(
     step: Step, value: Tensor, result: Tensor, wire: Wire | None, scratch: Scratch
 ) -> Generator[Batch, None, None]:
-    """out += weight * (received - value), in the correction form when rounded in flight."""
+    """out += weight * (received - value). On a lossy wire both values are the rounded ones."""
     if wire is None:
         received = scratch.cut("recv", _sizes(step.recvs), value)
         yield Batch(_views(step.sends, value), _named(step.recvs, received))
@@ -266,7 +276,7 @@ def _swap(
             else:
                 target.add_(got.sub_(value[p.start : p.stop]), alpha=p.weight)
         return
-    incoming = yield from _trade(step, value, wire, scratch)
+    incoming = yield from _send_encoded(step, value, wire, scratch)
     for p, payload in zip(step.recvs, incoming, strict=True):
         part, target = value[p.start : p.stop], result[p.start : p.stop]
         for at in _chunks(part.numel(), wire):
@@ -276,8 +286,8 @@ def _swap(
             target[at].add_(correction, alpha=p.weight)
 
 
-def _trade(step: Step, value: Tensor, wire: Wire, scratch: Scratch) -> Generator[Batch, None, list[Tensor]]:
-    """Send the step's pieces encoded; the payloads that arrived."""
+def _send_encoded(step: Step, value: Tensor, wire: Wire, scratch: Scratch) -> Generator[Batch, None, list[Tensor]]:
+    """Send the step's pieces encoded. Return the payloads that arrived."""
     outgoing = scratch.payloads("send", _sizes(step.sends), wire, value.device)
     incoming = scratch.payloads("recv", _sizes(step.recvs), wire, value.device)
     for p, payload in zip(step.sends, outgoing, strict=True):
@@ -295,7 +305,7 @@ def _add_decoded(target: Tensor, payload: Tensor, wire: Wire, scratch: Scratch, 
 
 
 def _add_rounded(target: Tensor, value: Tensor, wire: Wire, scratch: Scratch, weight: float) -> None:
-    """target += weight * Q(value), Q(value) being what the other side decodes."""
+    """target += weight * Q(value), where Q(value) is what the other side decodes."""
     for at in _chunks(value.numel(), wire):
         part = value[at]
         (payload,) = scratch.payloads("own", [part.numel()], wire, part.device)
@@ -306,7 +316,7 @@ def _add_rounded(target: Tensor, value: Tensor, wire: Wire, scratch: Scratch, we
 
 
 def _chunks(elements: int, wire: Wire) -> Iterator[slice]:
-    """Ranges that stay in the cache while they are decoded, compared and added."""
+    """Ranges that fit into the cache while they are decoded, compared and added."""
     each = CHUNK // wire.block * wire.block
     for start in range(0, elements, each):
         yield slice(start, min(start + each, elements))

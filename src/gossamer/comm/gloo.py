@@ -1,8 +1,8 @@
-"""Exchanges over gloo (CPU): one two-rank group per edge, communication threads that sleep in `wait()`.
+"""Exchanges over gloo (CPU): one two-rank group per edge, and communication threads that sleep in `wait()`.
 
-Facts behind the design (measured with torch 2.13): a failed group stays dead, so an edge of its own confines a dead
-peer to that edge; a pair that posts its send before its receive is half-duplex; `wait()` releases the GIL; a pending
-point-to-point operation cannot be polled, only waited for, hence threads.
+Facts behind the design, measured with torch 2.13: A failed group stays dead, so every edge has its own group and a dead
+peer costs only its edges. A pair that posts its send before its receive is half-duplex. `wait()` releases the GIL. A
+pending point-to-point operation cannot be polled, only waited for, hence the threads.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from gossamer.comm.process_groups import (
     WorkerGroup,
     broadcast_from_first,
     gloo_device,
+    share_texts,
     subgroup_of,
 )
 from gossamer.comm.threaded import ThreadedChannel
@@ -34,7 +35,7 @@ from gossamer.comm.transport import Channel, ChannelId, Job, PeerError, Transpor
 
 NEVER, SENTINEL = 2**31 - 1, 2**31 - 2  # tags that no exchange has
 FOREVER = timedelta(days=3650)
-POLL = 0.005  # seconds between looks for a peer that connects for the first time
+POLL = 0.005  # seconds between checks for a peer that connects for the first time
 CONNECT = 10.0  # seconds that connecting may take once both sides have announced it
 GRACE = 2.0  # seconds that watching threads have to end when their connections were cut
 
@@ -151,7 +152,8 @@ class Edge:
 
 
 class GlooTransport(Transport):
-    """A worker's edges. `store` holds their addresses; a worker talks only to whom its rounds name."""
+    """A worker's edges, made when first used: a worker connects only to the peers of its rounds. `store` holds their
+    addresses."""
 
     def __init__(self, store: Store, workers: WorkerGroup, timeout: float):
         self.rank, self.size, self._workers = workers.rank, workers.size, workers
@@ -159,8 +161,8 @@ class GlooTransport(Transport):
         self._edges: dict[int, Edge] = {}
         self._lock = threading.Lock()
         self._left = threading.Event()
-        self.pace = Pace.from_environment(workers.rank)  # None: links are what they are
-        # Someone's blocking get on the job's store would hold up connecting, so all edges share another client.
+        self.pace = Pace.from_environment(workers.rank)  # None: links are not slowed down
+        # A blocking get of the user's on the job's store would delay connecting, so the edges share another client.
         self._edge_store = store.clone()  # type: ignore[attr-defined]
 
     def edge(self, peer: int) -> Edge:
@@ -173,17 +175,7 @@ class GlooTransport(Transport):
         return GlooChannel(self, channel, in_flight, timeout)
 
     def share(self, name: str, text: str) -> list[str]:
-        self._store.set(f"{name}/{self.rank}", text)
-        keys = [f"{name}/{r}" for r in range(self.size)]
-        for r, key in enumerate(keys):
-            try:
-                self._store.wait([key], timedelta(seconds=self._timeout))
-            except Exception as error:
-                raise PeerError(
-                    f"worker {r} did not show up for {name!r} within {self._timeout:g} s; "
-                    "check that every worker calls decentralize() and is alive"
-                ) from error
-        return [self._store.get(key).decode() for key in keys]
+        return share_texts(self._store, self._workers, self._timeout, name, text)
 
     def broadcast(self, tensors: list[Tensor], among: tuple[tuple[int, ...], ...] | None = None) -> None:
         if among is None:
@@ -221,7 +213,7 @@ class GlooTransport(Transport):
                 edge.cut()
                 edge.watcher.join(POLL)
         self._edges.clear()
-        self._edge_store = None  # its socket with it; the handle itself may wait for the garbage collector
+        self._edge_store = None  # closes its socket now; this object may live until the garbage collector runs
 
 
 class GlooChannel(ThreadedChannel):
@@ -233,14 +225,14 @@ class GlooChannel(ThreadedChannel):
         self._transport.cut()
 
     def _carry(self, batch: Batch, job: Job) -> None:
-        # Rounds that differ never meet, whatever went wrong: the wait times out and names both.
+        # Messages of different rounds never match: after a mistake the wait times out and names the round.
         tag = ((job.round % 128) << 23) + (self._channel.number << 16) + job.bucket
         peer = -1
         edges: dict[int, Edge] = {}
         works: list[tuple[int, Any]] = []
         try:
             edges.update((p, self._transport.edge(p)) for p, _ in [*batch.recvs, *batch.sends])
-            for peer, message in batch.recvs:  # receives first: see the module's note
+            for peer, message in batch.recvs:  # receives first: see the module docstring
                 with job.waiting_for(peer):
                     works.append((peer, edges[peer].recv(message, tag)))
             for peer, message in batch.sends:
@@ -258,6 +250,6 @@ class GlooChannel(ThreadedChannel):
                 f"{' '.join(str(error).split())[:200]}{before}. Is worker {first} alive, and did it train as many "
                 "steps? Restart the job from its last checkpoint, or train with on_failure='continue'."
             ) from error
-        finally:  # the traceback of an error would keep connections open
+        finally:  # the traceback of an error would otherwise keep connections open
             works.clear()
             edges.clear()

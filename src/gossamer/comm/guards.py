@@ -1,4 +1,4 @@
-"""Look at what neighbors sent before it is mixed in."""
+"""Check the values that neighbors sent before they are mixed in."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ Refuse = Callable[[int, str], None]  # a peer, and why its values are not mixed 
 def inspected(
     make: Callable[[Scratch], Exchange], x: Tensor, most: float, refuse: Refuse, difference: bool, scratch: Scratch
 ) -> Exchange:
-    """The same exchange, which leaves nothing to mix in when what arrived is not finite, or would move `x` by more than
-    `most` times its own norm. It is carried through to its end either way: others wait for this worker's share.
-    `difference`: what the exchange leaves is mixed - x and not the mixed value.
+    """Run the exchange that `make` returns. Return None instead of its result if values that arrived are not finite, or
+    if the result would move `x` by more than `most` times the norm of `x`.
+
+    The exchange is completed either way, because other workers wait for this worker's messages. `difference` says that
+    the result is mixed - x instead of the mixed value. `refuse` is called with every sender and the reason.
     """
     steps = make(scratch)
     senders: dict[int, None] = {}
@@ -50,12 +52,12 @@ def inspected(
 
 
 def _finite(values: Tensor) -> bool:
-    """Whether no value is infinite or NaN: the sum of absolute values is, then (in double precision: no overflow)."""
+    """Whether all values are finite. The sum of absolute values shows it; double precision does not overflow."""
     return math.isfinite(float(torch.linalg.vector_norm(values, 1, dtype=torch.float64)))
 
 
 def _norm(a: Tensor, b: Tensor | None) -> float:
-    """|a| or |a - b|, without a copy of their size."""
+    """The norm of a, or of a - b, computed in chunks."""
     total = 0.0
     for start in range(0, a.numel(), CHUNK):
         part = a[start : start + CHUNK]

@@ -1,7 +1,8 @@
-"""Measuring the links of a job: latency and bandwidth inside and across nodes, and all-reduce time against size.
+"""Measure the links of a job: latency and bandwidth inside and across nodes, and all-reduce time against size.
 
-Pairs of nodes are measured in the rounds of a tournament, disjoint pairs at the same time. Between two nodes first one
-connection is measured, then all their workers at once, which tells what the nodes' interfaces carry.
+Pairs of nodes are measured in the rounds of a tournament, disjoint pairs at the same time. Between two nodes, one
+connection is measured first and then the connections of all their workers together, which shows the capacity of the
+nodes' network interfaces.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ALLREDUCE_BYTES = tuple(2**e for e in range(14, 27, 2))
 
 @dataclass(frozen=True)
 class LinkSample:
-    """Between two nodes (or inside one): a connection's latency and bandwidth, and all connections' together."""
+    """A link between two nodes, or inside one: latency and bandwidth of one connection, bandwidth of all together."""
 
     nodes: tuple[int, int]
     latency_s: float
@@ -38,7 +39,7 @@ class LinkSample:
 
 @dataclass(frozen=True)
 class Links:
-    """Everything that was measured; the same on every worker."""
+    """All measurements; the same on every worker."""
 
     per_node: tuple[int, ...]
     intra: tuple[LinkSample, ...]
@@ -62,7 +63,7 @@ def tournament(nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
-    """Measure, for about `seconds` a bandwidth. Collective: every worker of the job calls it."""
+    """Measure all links, for about `seconds` per bandwidth. Collective: every worker of the job calls it."""
     rank, size = rank_and_size()
     transport = GlooTransport(PrefixStore("gossamer/probe", default_store()), worker_group(None), timeout)
     layout = layout_of(transport.share("node", node_name()))
@@ -70,7 +71,7 @@ def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
     samples: list[dict[str, Any]] = []
 
     def measure(a: int, b: int, stage: str) -> None:
-        """This worker's part in measuring the link between nodes a and b (a = b: inside)."""
+        """Take part in measuring the link between nodes a and b, or inside node a if b = a."""
         ours, theirs = layout.members[a], layout.members[b]
         flows = [(ours[0], ours[1])] if a == b else list(zip(ours, theirs, strict=False))
         mine = next((f for f in flows if rank in f), None)
@@ -87,7 +88,7 @@ def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
         said = [json.loads(t) for t in transport.share(f"{stage}/flow", json.dumps([leads, [a, b], flow]))]
         each = int(max(f for lead, nodes, f in said if lead and nodes == [a, b]) * seconds / len(flows)) + 1
         elapsed = 0.0
-        if edge is not None and len(flows) > 1:  # all start together: everybody has just heard of everybody
+        if edge is not None and len(flows) > 1:  # share() has just brought all workers together
             elapsed = _swap(edge, each)
         took = [json.loads(t) for t in transport.share(f"{stage}/all", json.dumps([[a, b], elapsed]))]
         if leads:
@@ -125,7 +126,7 @@ def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
 
 
 def _latency(edge: Edge, leads: bool) -> float:
-    """Half a round trip of a few bytes, the median of many."""
+    """Half of the median round-trip time of a few bytes."""
     ball = torch.zeros(8, dtype=torch.uint8)
     times = []
     for _ in range(PINGS):
@@ -137,7 +138,7 @@ def _latency(edge: Edge, leads: bool) -> float:
 
 
 def _bandwidth(edge: Edge, leads: bool, seconds: float) -> float:
-    """Bytes a second each way while both ways are in use; the message grows until it takes `seconds`."""
+    """Bytes per second in each direction while both are in use. The message grows until it takes `seconds`."""
     control = torch.zeros(1, dtype=torch.int64)
     size, best = FIRST_BYTES, 0.0
     while True:
@@ -156,7 +157,7 @@ def _bandwidth(edge: Edge, leads: bool, seconds: float) -> float:
 
 
 def _swap(edge: Edge, nbytes: int) -> float:
-    """Seconds to send and receive that much at once."""
+    """Seconds to send and receive `nbytes` at the same time."""
     there, back = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
     start = clock()
     for work in (edge.recv(back, 3), edge.send(there, 3)):
@@ -165,7 +166,7 @@ def _swap(edge: Edge, nbytes: int) -> float:
 
 
 def _allreduce(seconds: float) -> dict[str, float]:
-    """Seconds of an all-reduce by bytes, the best of three; larger ones are left out once one takes long."""
+    """Seconds of an all-reduce by size in bytes, the best of three. Stops once one takes longer than `seconds`."""
     times = {}
     for nbytes in ALLREDUCE_BYTES:
         value = torch.zeros(nbytes // 4)

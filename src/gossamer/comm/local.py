@@ -1,7 +1,7 @@
-"""All workers in one process: the same engine code, no threads, deterministic.
+"""A transport for virtual workers, all in one process: no threads, deterministic.
 
-A worker's exchange is complete when everybody in its group has launched theirs. Messages are handed over by
-reference, so n workers need no more memory than their models and receive buffers.
+A worker's exchange is complete when all workers of its group have launched theirs. Messages are passed by reference, so
+n workers need no more memory than their models and receive buffers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class _Message:
 
 @dataclass(eq=False)
 class _Running:
-    """A coroutine between two batches: what it still waits to receive, what of its own is not yet taken."""
+    """An exchange between two batches, with the messages that it still has to receive (`recvs`) and its own messages
+    that its peers have not received (`unsent`)."""
 
     rank: int
     tag: tuple[ChannelId, int]
@@ -57,14 +58,14 @@ class Hub:
         self._progress(deque([*self._advance(running), running]))
 
     def lagging(self, job: Job) -> list[int]:
-        """Whom a job waits for: the senders of what it has not received, the receivers of what was not taken."""
+        """The workers that a job waits for: senders of messages it has not received, receivers of its own messages."""
         for running in self._running.values():
             if running.job is job:
                 return sorted({peer for peer, _ in running.recvs} | {m.to for m in running.unsent if not m.taken})
         return []
 
     def _progress(self, stirred: deque[_Running]) -> None:
-        """Let every coroutine that may go on do so, until none can: those given, and whom they send to or free."""
+        """Resume exchanges until none can continue: the given ones, and those that they send to or unblock."""
         while stirred:
             running = stirred.popleft()
             if running.job.done:
@@ -75,7 +76,7 @@ class Hub:
                 stirred.append(running)
 
     def _receive(self, running: _Running) -> list[_Running]:
-        """Take what has arrived; whose messages those were."""
+        """Receive the messages that have arrived. Return the exchanges that sent them."""
         freed = []
         while running.recvs:
             peer, into = running.recvs[0]
@@ -90,7 +91,7 @@ class Hub:
         return freed
 
     def _advance(self, running: _Running) -> list[_Running]:
-        """Resume a coroutine; whom it sent something."""
+        """Resume an exchange up to its next batch. Return the exchanges that it sent messages to."""
         try:
             batch: Batch = next(running.steps)
         except StopIteration as stop:

@@ -1,8 +1,8 @@
 """Exchanges over NCCL (CUDA). Experimental: written to the same interface, not yet run on a GPU cluster.
 
-Everything is queued on a side stream when a round is launched, so the forward and backward of the next step overlap
-it; `wait` makes the training stream wait for the recorded event. Point-to-point inside the one communicator of the
-process group: a communicator per pair would cost hundreds of megabytes each.
+The launch of a round queues all of its operations on a side stream, so the next forward and backward pass overlap
+them, and `wait` makes the training stream wait for the recorded event. All pairs use point-to-point operations of one
+communicator: a communicator per pair would cost hundreds of megabytes each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gossamer.comm.transport import Channel, ChannelId, Job, Purpose, clock
 
 
 class NcclTransport(GlooTransport):
-    """Buckets on the GPU travel by NCCL; small control values stay on the CPU and travel by gloo edges."""
+    """Sends buckets on the GPU by NCCL and small control values on the CPU by gloo."""
 
     def channel(self, channel: ChannelId, in_flight: int, timeout: float) -> Channel:
         if channel.purpose is Purpose.PARAMETERS:

@@ -1,4 +1,4 @@
-"""All that Gossamer takes from torch.distributed, in one place."""
+"""Process groups and stores of torch.distributed, and joining the job that a launcher started."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from gossamer.comm.transport import PeerError
 from gossamer.errors import InputError
 from gossamer.topology import Layout
 
@@ -59,9 +61,9 @@ StoreError = dist.DistError  # a store that cannot be reached any more, among ot
 
 
 def rank_and_size(without_group: bool = False) -> tuple[int, int]:
-    """This worker's rank and how many there are, from the default process group.
+    """This worker's rank and the number of workers, from the default process group.
 
-    `without_group`: RANK and WORLD_SIZE in the environment will do.
+    With `without_group`, RANK and WORLD_SIZE in the environment are used if there is no process group.
     """
     if not dist.is_available() or not dist.is_initialized():
         if without_group:
@@ -108,7 +110,7 @@ def broadcast_from_first(tensors: list[Tensor], group: Any = None) -> None:
 
 
 def node_name() -> str:
-    """What tells this worker's node from others: the launcher's node rank, else the host's name."""
+    """A name that the workers of a node have in common: the launcher's node rank, or else the host's name."""
     for variable in ("GOSSAMER_NODE", "GROUP_RANK", "SLURM_NODEID"):
         if os.environ.get(variable, "") != "":
             return f"{variable}={os.environ[variable]}"
@@ -116,7 +118,7 @@ def node_name() -> str:
 
 
 def layout_of(names: Sequence[str]) -> Layout:
-    """Workers with the same node name share a node; nodes are numbered by their first worker."""
+    """The layout in which workers with the same node name share a node. Nodes are numbered by their first worker."""
     order = {name: at for at, name in enumerate(dict.fromkeys(names))}
     return Layout(tuple(order[name] for name in names))
 
@@ -158,3 +160,98 @@ def subgroup_of(members: tuple[tuple[int, ...], ...]) -> Any:
             made = dist.new_group(list(mine), use_local_synchronization=True)
         _subgroups[members] = (world, made)
     return _subgroups[members][1]
+
+
+def share_texts(store: Store, workers: WorkerGroup, timeout: float, name: str, text: str) -> list[str]:
+    """All workers' `text` for `name`, by rank. Collective."""
+    store.set(f"{name}/{workers.rank}", text)
+    keys = [f"{name}/{r}" for r in range(workers.size)]
+    for rank, key in enumerate(keys):
+        try:
+            store.wait([key], timedelta(seconds=timeout))
+        except Exception as error:
+            raise PeerError(
+                f"worker {rank} did not take part in sharing {name!r} within {timeout:g} s; check that every worker is "
+                "alive and makes the same calls"
+            ) from error
+    return [store.get(key).decode() for key in keys]
+
+
+# Joining the job that a launcher started, and leaving it: torchrun, Slurm's srun, or Gossamer's own local workers.
+
+_left: list[Any] = []  # process groups, kept until the process ends; see `_destroy`
+
+
+def launched() -> bool:
+    """Whether a launcher started this process as one of several workers."""
+    torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return torchrun or int(os.environ.get("SLURM_STEP_NUM_TASKS", 0)) > 1
+
+
+def join_world() -> tuple[int, int]:
+    """Make the default process group from the launcher's environment. Return the rank and the number of workers."""
+    if "RANK" not in os.environ:
+        os.environ["RANK"] = os.environ["SLURM_PROCID"]
+        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise InputError(
+            f"{' and '.join(missing)} must be set to the first worker's host and a free port there; export them in the "
+            "job script, or start the job with torchrun"
+        )
+    if dist.is_initialized():  # left behind by a run that failed
+        _destroy()
+    dist.init_process_group("gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def leave_world() -> None:
+    """Destroy the process groups once all workers have called this. Collective."""
+    dist.barrier()
+    _destroy()
+
+
+def _destroy() -> None:
+    """Destroy all groups, but keep their objects until the process ends.
+
+    The last reference is usually dropped with the interpreter's lock held (by a DDP model, say), and the destructor
+    waits for the group's threads. One of them may wait for that lock, to release a tensor or to return from a hook.
+    """
+    _left.extend(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+
+
+def wait_for_all() -> None:
+    dist.barrier()
+
+
+def largest(value: float) -> float:
+    """The largest over all workers. Collective."""
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+def said_by_first(text: str = "") -> str:
+    """Worker 0's `text`, on every worker. Collective; may be called once per process group."""
+    store = PrefixStore("gossamer/world", default_store())
+    if dist.get_rank() == 0:
+        store.set("first", text)
+    return str(store.get("first").decode())
+
+
+def workers_per_node() -> tuple[int, ...]:
+    """The number of workers on each node, as the launcher placed them. Collective."""
+    store = PrefixStore("gossamer/world", default_store())
+    names = share_texts(store, worker_group(None), 300.0, "node", node_name())
+    for at, name in enumerate(names[1:], start=1):
+        if name != names[at - 1] and name in names[:at]:
+            raise InputError(f"the ranks of node {name!r} are not consecutive; let the launcher place them by block")
+    return layout_of(names).per_node
+
+
+def available_backends() -> dict[str, bool]:
+    """The process-group backends that this build of torch has, as `{"gloo": True, "nccl": False, ...}`."""
+    if not dist.is_available():
+        return dict.fromkeys(("gloo", "nccl", "mpi"), False)
+    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}

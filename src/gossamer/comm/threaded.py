@@ -1,4 +1,4 @@
-"""Threads that carry out exchanges whose messages must be waited for."""
+"""Communication threads for transports whose operations block."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from gossamer.comm.exchange import Batch, Scratch
 from gossamer.comm.pace import Pace
 from gossamer.comm.transport import Channel, ChannelId, Job, clock
 
-GRACE = 2.0  # seconds that everything under way has to end when it was cut
+GRACE = 2.0  # seconds that operations have to end after they were cut
 AGAIN = 0.05  # seconds between attempts to cut
 
 
 class ThreadedChannel(Channel):
-    """Threads that carry out exchanges, each in launch order. Exchange b runs on thread b modulo their number, on
-    every worker alike, so that all workers perform a thread's exchanges in one order and none can wait in a circle."""
+    """Threads that carry out exchanges in launch order. On every worker, bucket b runs on thread b modulo the number of
+    threads, so all workers perform a thread's exchanges in the same order and cannot wait in a circle."""
 
-    _done = threading.Condition()  # one for all: collective calls wait for jobs without knowing on whose channel
+    _done = threading.Condition()  # one for all channels: collective calls wait for jobs of any channel
 
     def __init__(self, channel: ChannelId, threads: int, pace: Pace | None):
         self._channel, self._pace = channel, pace
@@ -39,11 +39,11 @@ class ThreadedChannel(Channel):
 
     @abstractmethod
     def _carry(self, batch: Batch, job: Job) -> None:
-        """Move a batch's messages."""
+        """Send and receive the messages of `batch`."""
 
     @abstractmethod
     def _cut(self) -> None:
-        """End everything under way: nobody will answer any more."""
+        """End all operations under way: this worker no longer takes part."""
 
     def launch(self, job: Job) -> None:
         with self._done:
@@ -62,7 +62,7 @@ class ThreadedChannel(Channel):
             for q in self._queues:
                 q.put(None)
             deadline = clock() + GRACE
-            while self._pending and clock() < deadline:  # gloo overhears it while it is busy: again
+            while self._pending and clock() < deadline:  # gloo may miss the cut while it is busy, so retry
                 self._cut()
                 with self._done:
                     self._done.wait_for(lambda: self._pending == 0, AGAIN)
@@ -75,7 +75,7 @@ class ThreadedChannel(Channel):
             job.started = clock()
             try:
                 self._perform(job, scratch)
-            except BaseException as error:  # handed to the training thread, which raises it
+            except BaseException as error:  # the training thread raises it
                 job.error = error
             with self._done:
                 job.finished = clock()

@@ -1,9 +1,9 @@
-"""Wire formats: what a value looks like in flight between two nodes.
+"""Wire formats: how values are encoded in flight between two nodes.
 
-Rounding in flight must not move the workers' mean. So nobody averages with a neighbor's rounded value directly:
-both sides apply the same correction `x_i += w (Q(x_j) - Q(x_i))`, each using its own rounded value too (the
-correction form). What the pair gains and loses cancels for any Q. The consensus distance then stops at the
-rounding (about 1e-3 relative for bf16, 5e-3 for int8), and exact averages pull it further down.
+Rounding in flight must not move the workers' mean. So no worker averages with a neighbor's rounded value directly: both
+sides apply the same correction `x_i += w (Q(x_j) - Q(x_i))`, which uses their own rounded value too (the correction
+form). The gains and losses of a pair cancel for any Q. The consensus distance then stops at the rounding (about 1e-3
+relative for bf16, 5e-3 for int8). Exact averages travel in full precision and reduce it further.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ CHUNK = 2**15  # elements
 
 
 class Wire:
-    """`encode` writes a value into a byte payload, `decode` reads it back; `Q = decode(encode(.))`.
+    """`encode` writes a value into a byte payload and `decode` reads it back; `Q = decode(encode(.))`.
 
-    `block`: elements are rounded in blocks of this many, so any multiple of it may be decoded by itself.
+    Elements are rounded in blocks of `block` elements, and any range of whole blocks can be decoded by itself.
     """
 
     block = 1
@@ -29,7 +29,7 @@ class Wire:
     name: str
 
     def lossless(self, dtype: torch.dtype) -> bool:
-        """Whether values of `dtype` travel as they are."""
+        """Whether values of `dtype` travel unchanged."""
         raise NotImplementedError
 
     def payload_bytes(self, elements: int) -> int:
@@ -39,12 +39,12 @@ class Wire:
         raise NotImplementedError
 
     def decode(self, payload: Tensor, out: Tensor, start: int, elements: int) -> None:
-        """out <- elements `start` and on of a payload that holds `elements`; `start` is a multiple of `block`."""
+        """Decode the elements from `start`, a multiple of `block`, into `out`; the payload holds `elements`."""
         raise NotImplementedError
 
 
 class Plain(Wire):
-    """Full precision: the parameters' own dtype."""
+    """No conversion: values travel in the parameters' own dtype."""
 
     name = "fp32"
 
@@ -53,7 +53,7 @@ class Plain(Wire):
 
 
 class Half(Wire):
-    """Two bytes an element: bf16 keeps the range, fp16 keeps three more bits."""
+    """Two bytes per element: bf16 keeps the range of fp32, fp16 has three more bits of precision."""
 
     def __init__(self, name: str, dtype: torch.dtype):
         self.name, self.dtype = name, dtype
@@ -66,7 +66,7 @@ class Half(Wire):
 
     def encode(self, value: Tensor, payload: Tensor) -> None:
         rounded = payload.view(self.dtype)
-        if self.dtype == torch.float16:  # what is too large for it travels as the largest it has, not as infinity
+        if self.dtype == torch.float16:  # values that are too large travel as its largest value, not as infinity
             largest = torch.finfo(torch.float16).max
             for part, out in zip(torch.split(value, CHUNK), torch.split(rounded, CHUNK), strict=True):
                 out.copy_(torch.where(part.isinf(), part, part.clamp(-largest, largest)))
@@ -77,11 +77,11 @@ class Half(Wire):
         out.copy_(payload.view(self.dtype)[start : start + out.numel()])
 
 
-SMALLEST = 1e-36  # blocks below it travel as zeros: 127 / max|block| would overflow
+SMALLEST = 1e-36  # blocks below this travel as zeros: 127 / max|block| would overflow
 
 
 class Int8(Wire):
-    """One byte an element and one fp32 scale per block: `round(127 x / max|block|)`."""
+    """One byte per element and one fp32 scale per block: `round(127 x / max|block|)`."""
 
     name = "int8"
     block = 256
@@ -119,7 +119,7 @@ class Int8(Wire):
         return payload[:split].view(torch.float32), payload[split:].view(torch.int8)
 
     def _rows(self, start: int, elements: int) -> Iterator[tuple[int, slice, slice]]:
-        """The whole blocks as one matrix, then the rest as one shorter row: (rows, elements, blocks)."""
+        """Yield (rows, elements, blocks): all whole blocks as one matrix, then the rest as one shorter row."""
         first, whole = start // self.block, elements // self.block
         middle = start + whole * self.block
         if whole:
@@ -138,6 +138,7 @@ WIRES: dict[str, Wire] = {
 
 
 def wire_named(name: str) -> Wire:
+    """The wire format called `name`."""
     if name not in WIRES:
         raise InputError(f"unknown wire {name!r}; choose one of {', '.join(WIRES)}")
     return WIRES[name]

@@ -1,4 +1,4 @@
-"""What all workers must agree on, and the one error that all of them raise when they do not."""
+"""Comparison of all workers' settings and models at the start, and the error that all workers raise if they differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gossamer.errors import InputError
 
 
 def describe(prepared: Prepared) -> dict[str, Any]:
-    """A worker's settings, topology, parameters, buffers and buckets, as plain values in a fixed order."""
+    """A worker's settings, topology, parameters, buffers and buckets as plain values in a fixed order."""
     settings, topology, lanes, model = (
         prepared.settings,
         prepared.schedule.topology,
@@ -57,14 +57,14 @@ def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _memory_format(parameter: Tensor) -> str:
-    """The order of a parameter's elements in memory: the values of two orders must not be averaged."""
+    """The order of a parameter's elements in memory. It must be equal, because averages are over memory."""
     if is_sharded(parameter):
         return "sharded"
     return f"strides {[s for s, n in zip(parameter.stride(), parameter.shape, strict=True) if n > 1]}"
 
 
 def agree(texts: Sequence[str], cause: Exception | None = None) -> None:
-    """Raise the same `InputError` on every worker: somebody's own error, or the first difference to worker 0."""
+    """Raise the same `InputError` on every worker: the error of a worker, or the first difference from worker 0."""
     everyone = [json.loads(t) for t in texts]
     for worker, theirs in enumerate(everyone):
         if "error" in theirs:

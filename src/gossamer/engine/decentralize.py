@@ -29,6 +29,7 @@ from gossamer.comm import (
     layout_of,
     node_name,
     rank_and_size,
+    share_texts,
     subgroup_of,
     worker_group,
 )
@@ -235,7 +236,7 @@ def node_group() -> ProcessGroup:
     """The process group of this worker's node, for DDP or FSDP2 inside it. Collective: call it on every worker."""
     workers = worker_group(None)
     store = PrefixStore(f"{_prefix(workers.ranks)}/node-group", default_store())
-    names = GlooTransport(store, workers, 300.0).share("node", node_name())
+    names = share_texts(store, workers, 300.0, "node", node_name())
     group: ProcessGroup = subgroup_of(layout_of(names).members)
     return group
 

@@ -1,8 +1,8 @@
 """Flat buffers: the parameters of a lane as views of one buffer per dtype and device, cut into buckets.
 
-The exchange then sends from the parameter storage itself and needs one receive buffer, nothing is packed. A bucket
-is a plain slice and may cut a parameter in two. Sharded parameters (FSDP2) are not re-pointed: their local shards
-are packed into the buffer before an exchange and written back after it.
+An exchange then sends from the parameter storage itself, without packing, and needs one receive buffer. A bucket is a
+plain slice and may cut a parameter in two. Sharded parameters (FSDP2) keep their storage: their local shards are packed
+into the buffer before an exchange and written back after it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter lies in its flat buffer."""
+    """The place of a parameter in its flat buffer."""
 
     name: str
     parameter: nn.Parameter
@@ -32,7 +32,8 @@ class Place:
 
 @dataclass
 class Flat:
-    """One buffer and its parameters. `packed`: the parameters keep their own storage (local shards of DTensors)."""
+    """One buffer and its parameters. If `packed`, the parameters (local shards of DTensors) keep their own storage;
+    otherwise they are views of the buffer."""
 
     buffer: Tensor
     places: list[Place]
@@ -42,7 +43,7 @@ class Flat:
         self._pointers = [_local(p.parameter).data_ptr() for p in self.places]
 
     def check(self) -> None:
-        """Raise if a parameter was given other storage since (by `.to()`, `.half()`, assignment to `.data`)."""
+        """Raise if a parameter has been moved to other storage (by `.to()`, `.half()`, assignment to `.data`)."""
         for place, pointer in zip(self.places, self._pointers, strict=True):
             tensor = _local(place.parameter) if self.packed else place.parameter
             if tensor.data_ptr() != pointer:
@@ -53,14 +54,14 @@ class Flat:
 
     @torch.no_grad()
     def pack(self) -> None:
-        """buffer <- parameters, where they are not views of it."""
+        """Copy the parameters into the buffer if they are not views of it."""
         if self.packed:
             for place in self.places:
                 self.buffer[place.start : place.start + place.elements].copy_(_local(place.parameter).reshape(-1))
 
     @torch.no_grad()
     def unpack(self) -> None:
-        """parameters <- buffer, where they are not views of it."""
+        """Copy the buffer into the parameters if they are not views of it."""
         if self.packed:
             for place in self.places:
                 shard = _local(place.parameter)
@@ -68,7 +69,7 @@ class Flat:
 
     @torch.no_grad()
     def release(self) -> None:
-        """Give every parameter storage of its own again, so that saving one does not save all."""
+        """Give every parameter its own storage again, so that saving one does not save all."""
         if not self.packed:
             for place in self.places:
                 place.parameter.data = place.parameter.data.clone(memory_format=torch.preserve_format)
@@ -95,7 +96,8 @@ def is_sharded(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def flatten(named: Sequence[tuple[str, nn.Parameter]]) -> list[Flat]:
-    """Lay the parameters out in flat buffers, one per dtype, device and kind, in the order given."""
+    """Lay the parameters out in flat buffers, in the given order: one buffer per dtype, device and kind (sharded or
+    not)."""
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         if parameter.is_meta:
@@ -127,7 +129,7 @@ def flatten(named: Sequence[tuple[str, nn.Parameter]]) -> list[Flat]:
 def _point_into(buffer: Tensor, place: Place) -> None:
     parameter = place.parameter
     home = buffer[place.start : place.start + place.elements]
-    # dense in memory in whatever order of dimensions (channels_last): keep its strides
+    # a parameter that is dense in another order of dimensions (channels_last) keeps its strides
     dense = torch.empty_like(parameter.data, memory_format=torch.preserve_format).stride() == parameter.stride()
     view = home.as_strided(parameter.shape, parameter.stride(), home.storage_offset()) if dense else None
     view = home.view(parameter.shape) if view is None else view
@@ -136,8 +138,8 @@ def _point_into(buffer: Tensor, place: Place) -> None:
 
 
 def refuse_overlaps(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Of two parameters on the same memory one would be moved away from the other: tie weights by sharing the object.
-    To be asked of all of a model's parameters before any is laid out."""
+    """Refuse parameters that share memory without being one object: `flatten` would separate them. Call it for all
+    parameters of a model before any is laid out."""
     spans = []
     for name, parameter in named:
         if parameter.is_meta:
@@ -156,7 +158,7 @@ def refuse_overlaps(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def cut(flats: Sequence[Flat], bucket_bytes: int | None, period: int) -> list[Bucket]:
-    """Cut the buffers into buckets of equal size, of `bucket_bytes` or as `bucket_count` chooses."""
+    """Cut the buffers into buckets of equal size: `bucket_bytes`, or the size that `bucket_count` chooses."""
     buckets: list[Bucket] = []
     for flat in flats:
         elements, item = flat.buffer.numel(), flat.buffer.element_size()

@@ -1,4 +1,4 @@
-"""What a lane counts: steps, rounds, bytes, and whom it waited for."""
+"""Counters and trace spans of a lane: steps, rounds, bytes, and time waited by peer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gossamer.trace import TraceWriter
 
 
 class Metrics:
-    """Counters and spans of one lane. Only the training thread touches it."""
+    """Counters and spans of one lane. Only the training thread writes to it, except for `refuse`."""
 
     def __init__(self, worker: int, layout: Layout, writer: TraceWriter | None):
         self.worker, self.layout, self.writer = worker, layout, writer
@@ -29,12 +29,12 @@ class Metrics:
         self.last_refusal = ""
 
     def refuse(self, peer: int, why: str) -> None:
-        """What `peer` sent is not mixed in. (Called by communication threads, one exchange at a time.)"""
+        """Count values of `peer` that were not mixed in. Called by communication threads."""
         self.refused[peer] += 1
         self.last_refusal = f"worker {peer}: {why}"
 
     def waited_for(self, job: Job, since: float, until: float) -> None:
-        """The training thread stood still from `since` to `until`: charge it to the peers the exchange waited for."""
+        """Charge a wait of the training thread, from `since` to `until`, to the peers that the exchange waited for."""
         self.waited_total += until - since
         for peer, start, stop in job.blocked:
             seconds = min(stop, until) - max(start, since)

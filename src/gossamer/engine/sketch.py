@@ -1,11 +1,11 @@
 """A cheap online estimate of the consensus distance, and the guard's decision.
 
-Every `every` rounds each worker takes the same random coordinates of its parameters, their squares and the squared
-norm of all; the average of these small vectors over all workers gives
+Every `every` rounds each worker takes the same random coordinates of its parameters, the sum of their squares and the
+squared norm of all parameters. The average of these small vectors over all workers gives
     distance^2 = (N / m) sum_c [ mean_i x_ic^2 - (mean_i x_ic)^2 ]
-on m of N coordinates. The average is launched beside round k and read at round k + every // 2 by everybody, so all
-workers see the same number at the same round and decide alike. In double precision, so that distances down to 1e-8
-of the norm survive the difference of squares.
+on m of N coordinates. The average is launched beside round k and read by all workers at round k + every // 2, so all
+workers see the same number at the same round and make the same decision. It is computed in double precision, so that
+the difference of squares resolves distances down to 1e-8 of the norm.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SAMPLES = 1024
 
 @dataclass(frozen=True)
 class Sketch:
-    """The estimate of round `round`: RMS distance of the workers to their mean, and the mean worker's norm."""
+    """The estimate of round `round`: RMS distance of the workers to their mean, and RMS norm of the workers."""
 
     round: int
     distance: float
@@ -44,7 +44,7 @@ class Sketch:
 
 
 class Sketcher:
-    """Samples, averages and remembers. `slots`: 1, or the workers of a node when each holds a shard (`slot`)."""
+    """Makes sketches of one lane. `slots` is 1, or the number of workers of a node if each holds shard `slot`."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Sketcher:
         )
 
     def at_launch(self, k: int, buckets: list[Bucket]) -> bool:
-        """Called before round k is launched, on every worker alike. Whether round k is to be an exact average."""
+        """Call this on every worker before round k is launched. Return whether round k must be an exact average."""
         if k % self.every == 0 and (self._job is None or self._job.round != k):
             self._start(k, buckets)
         if self._job is not None and k == self._job.round + self.delay:
@@ -101,7 +101,7 @@ class Sketcher:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """The latest estimate and, once it has arrived, the one under way."""
+        """The latest estimate, and the one in flight after waiting for it."""
         latest = self.latest
         state: dict[str, Any] = {"latest": None if latest is None else (latest.round, latest.distance, latest.norm)}
         if self._job is not None:
@@ -148,7 +148,7 @@ class Sketcher:
         self._job = None
         if job.result is None:  # a single worker
             return
-        # The average is over all workers, a slot is filled by one worker a node.
+        # The average is over all workers, but each slot is filled by one worker per node.
         mean = job.result.out.view(self.slots, SAMPLES + 2) * self.slots
         spread = (mean[:, SAMPLES] - mean[:, :SAMPLES].square().sum(dim=1)).clamp_min(0).sum()
         squared_norm = mean[:, SAMPLES + 1].sum()

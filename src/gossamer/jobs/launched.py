@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gossamer.comm.world import join_world, leave_world, said_by_first, workers_per_node
+from gossamer.comm.process_groups import join_world, leave_world, said_by_first, workers_per_node
 from gossamer.errors import GossamerError, InputError
 from gossamer.jobs.local import train_here
 from gossamer.jobs.prepare import checked_task, prepare_folder, resume_folder

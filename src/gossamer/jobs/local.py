@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossamer.comm.baseline import DdpTimeline, ddp
-from gossamer.comm.world import join_world, leave_world
+from gossamer.comm.process_groups import join_world, leave_world
 from gossamer.errors import GossamerError
 from gossamer.jobs.progress import Watch, following
 from gossamer.jobs.signals import interrupts, stop_when_asked

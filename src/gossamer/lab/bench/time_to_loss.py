@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer.comm import baseline, world
+from gossamer.comm import baseline, process_groups
 from gossamer.lab.bench.worker import optimizer_of
 from gossamer.lab.emulate import FORWARD, PassTimer
 from gossamer.predict.methods import Method
@@ -93,7 +93,7 @@ def learn(rank: int, run: LearningRun) -> dict[str, Any]:
     The final loss is that of the exact mean of all workers' models on 4096 unseen samples.
     """
     torch.set_num_threads(1)
-    world.join_world()
+    process_groups.join_world()
     torch.manual_seed(run.seed)  # all methods and workers start with the same model
     model = Student(run.width)
     labels, data = teacher(), torch.Generator().manual_seed(1000 * run.seed + rank)
@@ -115,7 +115,7 @@ def learn(rank: int, run: LearningRun) -> dict[str, Any]:
     seconds = run.seconds_of[rank]
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(seconds), run.lr / 20)
     times, losses = [], []
-    world.wait_for_all()
+    process_groups.wait_for_all()
     begin = time.monotonic()
     for compute in seconds:
         model.seconds = compute
@@ -130,7 +130,7 @@ def learn(rank: int, run: LearningRun) -> dict[str, Any]:
     final = _final_loss(model, gossip, labels)
     if gossip is not None:
         gossip.close()
-    world.leave_world()
+    process_groups.leave_world()
     return {"times": times, "losses": losses, "final": final}
 
 

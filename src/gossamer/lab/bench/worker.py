@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer.comm import PrefixStore, baseline, default_store, world
+from gossamer.comm import PrefixStore, baseline, default_store, process_groups
 from gossamer.errors import GossamerError
 from gossamer.lab.bench.setup import DECENT_DP, Setup, emulated
 from gossamer.lab.cpu import CpuTimes
@@ -153,11 +153,11 @@ def _decent_dp(run: MethodRun, model: EmulatedModel, watch: Watch | None) -> Ben
 def work(rank: int, run: MethodRun) -> dict[str, Any]:
     """Train; return `begin` and `end` of the measured window, its `steps` and costs, and the steps `warmed` before."""
     torch.set_num_threads(1)
-    _, size = world.join_world()
+    _, size = process_groups.join_world()
     writer, watch = _recorder(run, rank, size)
     model = emulated(run.setup, list(run.seconds_of[rank]))
     training = trainer(run, model, watch)
-    world.wait_for_all()
+    process_groups.wait_for_all()
     warm = time.monotonic()
     for _ in range(run.warmup):
         training.step()
@@ -179,7 +179,7 @@ def work(rank: int, run: MethodRun) -> dict[str, Any]:
     training.finish()
     if writer is not None:
         writer.close()
-    world.leave_world()
+    process_groups.leave_world()
     return {"begin": begin, "end": end, "steps": taken, "warmed": warmed, **_spent(before, after)}
 
 
@@ -214,7 +214,7 @@ def _until(run: MethodRun, training: BenchTrainer, warm: float) -> tuple[int, fl
     if run.seconds is None:
         return run.steps, None
     if training.gossip is None:
-        each = world.largest((time.monotonic() - warm) / run.warmup)
+        each = process_groups.largest((time.monotonic() - warm) / run.warmup)
         return max(1, round(run.seconds / each)), None
     return 0, time.monotonic() + run.seconds
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer.comm import baseline, world
+from gossamer.comm import baseline, process_groups
 from gossamer.lab.bench.time_to_loss import INPUTS, Student, teacher
 from gossamer.lab.bench.worker import optimizer_of
 from gossamer.predict.methods import Method
@@ -185,7 +185,7 @@ def train_ddp(rank: int, job: ChaosJob, generation: int = 0) -> dict[str, Any]:
     training = _Training(rank, generation, job)
     log = StepLog(job.log(rank, generation))
     log(event="started", pid=os.getpid())
-    world.join_world()
+    process_groups.join_world()
     forward = baseline.ddp(training.model)
     optimizer = optimizer_of(job.method.optimizer, training.model.parameters(), job.lr)
     log(event="ready", joined=False, step=0)
