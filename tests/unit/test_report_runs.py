@@ -373,3 +373,14 @@ def test_page_shows_timelines_beside_a_damaged_one(tmp_path):
     timelines = page[page.index("<h2>Timelines</h2>") : page.index("<h2>Configuration</h2>")]
     assert "<svg" in timelines
     assert "ddp has no timeline" in timelines
+
+
+def test_a_distance_that_was_not_measured_is_no_number(tmp_path, capsys):
+    fake_run(tmp_path / "run", "dadam:ring", 0, loss=1.0, accuracy=0.5, step_seconds=0.1)
+    path = tmp_path / "run" / "metrics-00000.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
+    path.write_text("".join(json.dumps({**r, "consensus_distance": None}) + "\n" for r in rows))
+    (row,) = summary(grouped(load_runs(tmp_path)))
+    assert row["consensus_distance"] is None
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "r.html")]) == 0
+    assert "nan" not in capsys.readouterr().out

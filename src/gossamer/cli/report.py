@@ -81,6 +81,6 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             "-" if r["relative_time"] is None else f"{r['relative_time']:.0%}",
             f"{r['bytes_per_step'] / 1e6:.3g}",
             "-" if r["waiting"] is None else f"{r['waiting']:.0%}",
-            f"{r['consensus_distance']:.2g}",
+            "-" if r["consensus_distance"] is None else f"{r['consensus_distance']:.2g}",
         )
     Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(made)  # a file has no width

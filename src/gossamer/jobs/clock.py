@@ -2,48 +2,50 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from gossamer.predict.cluster import ClusterSpec
-    from gossamer.predict.methods import Method
-    from gossamer.recipes.config import RunConfig
-    from gossamer.report.runs import Group
-    from gossamer.trace import Trace
+from gossamer.lab import parse_rate
+from gossamer.predict.cluster import (
+    ClusterLinks,
+    ClusterSpec,
+    ComputeSpec,
+    DdpSpec,
+    LinkSpec,
+    ModelSpec,
+    from_dict,
+    load,
+)
+from gossamer.predict.methods import Method, parse
+from gossamer.predict.predict import default_policy, predict, predicted_trace
+from gossamer.recipes.config import RunConfig
+from gossamer.recipes.run import write_config
+from gossamer.report.runs import Group
+from gossamer.topology import Layout
+from gossamer.trace import Trace
 
 TRACED = 6  # steps in a predicted timeline
 
 
 def described(source: str | Mapping[str, Any]) -> ClusterSpec:
     """Return the cluster of a preset, of a file, or of the description in an earlier clock."""
-    from gossamer.predict.cluster import from_dict, load
-
     return load(source) if isinstance(source, str) else from_dict(source, "the cluster in the run's config.json")
 
 
 def described_cluster(source: str | Mapping[str, Any], per_node: Sequence[int]) -> ClusterSpec:
     """Return the cluster with as many workers as the run has."""
-    from gossamer.topology import Layout
-
     return described(source).resized(Layout.of(per_node))
 
 
 def simulated_on(source: str | Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], Trace]:
     """Like `simulated`, with the cluster's description in the clock, so that the run can be resumed at another size."""
-    from gossamer.predict.methods import parse
-
     clock, trace = simulated(parse(config.method), config, described_cluster(source, config.per_node))
     return {**clock, "description": described(source).model_dump(mode="json")}, trace
 
 
 def simulated(method: Method, config: RunConfig, cluster: ClusterSpec) -> tuple[dict[str, Any], Trace]:
     """Return the clock of a virtual run, with the predicted step time on the cluster, and a predicted timeline."""
-    from gossamer.predict.predict import default_policy, predict, predicted_trace
-    from gossamer.topology import Layout
-
     setting = _repeated(cluster, config.micro_batches)
     if config.exact_inside and method.algorithm != "ddp":
         # A node is one replica. Its compute time is a DDP step of the largest node's workers; it sends the model once.
@@ -95,11 +97,6 @@ def predict_measured(groups: list[Group]) -> None:
 
     The predicted compute time is the shortest measured step without waiting.
     """
-    from gossamer.lab import parse_rate
-    from gossamer.predict.cluster import ClusterLinks, ClusterSpec, ComputeSpec, DdpSpec, LinkSpec, ModelSpec
-    from gossamer.predict.predict import predict
-    from gossamer.topology import Layout
-
     runs = [run for g in groups for run in g.runs]
     computes = [run.step_time * (1 - run.waiting) for run in runs if run.waiting is not None]
     rate = parse_rate(runs[0].clock.get("link"))
@@ -111,7 +108,7 @@ def predict_measured(groups: list[Group]) -> None:
         if config["exact_inside"]:
             continue  # the model describes gossip between workers, and all-reduce
         layout = Layout.of(config["per_node"])
-        described = ClusterSpec(
+        cluster = ClusterSpec(
             nodes=layout.nodes,
             per_node=layout.per_node,
             links=ClusterLinks(inter=LinkSpec(bandwidth_gbps=rate / 1e9), intra=LinkSpec(bandwidth_gbps=10)),
@@ -119,7 +116,7 @@ def predict_measured(groups: list[Group]) -> None:
             model=ModelSpec(mb=content["parameters"] * 4 / 1e6),
             ddp=DdpSpec(bucket_mb=config["ddp_bucket_mb"] or 25.0),
         )
-        predicted = predict(content["method"], described, steps=100).step_time
+        predicted = predict(content["method"], cluster, steps=100).step_time
         for run in g.runs:
             run.content["predicted_step_seconds"] = predicted
-            (run.folder / "config.json").write_text(json.dumps(run.content, indent=1) + "\n")
+            write_config(run.folder, run.content)

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 from gossamer.errors import GossamerError
 from gossamer.jobs.clock import predict_measured
-from gossamer.jobs.local import Outcome, lab_for, run_pool, run_virtual
+from gossamer.jobs.local import lab_for, run_pool, run_virtual
 from gossamer.jobs.prepare import checked_task, prepare_folder
-from gossamer.jobs.progress import Display, Finished
+from gossamer.jobs.progress import Display, Finished, Outcome
 from gossamer.jobs.signals import Stopped, interrupts, stop_when_asked
 from gossamer.lab import WorkerPool
 from gossamer.recipes.config import RunConfig

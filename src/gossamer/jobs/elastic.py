@@ -12,8 +12,7 @@ from typing import Any
 
 from gossamer.checkpoint.files import steps_in, sweep
 from gossamer.errors import GossamerError, InputError
-from gossamer.jobs.local import Outcome, outcome_of
-from gossamer.jobs.progress import Row, Watch, following
+from gossamer.jobs.progress import Outcome, Row, Watch, following
 from gossamer.jobs.signals import interrupts
 from gossamer.lab import LabCluster, Worker, WorkerFailed, WorkerPool
 from gossamer.predict.methods import parse
@@ -28,8 +27,7 @@ def run_member(rank: int, folder: str, resume: bool) -> Outcome:
     """Train as member `rank` of an elastic job, which has no process group: members may join and leave."""
     config, _ = read_config(Path(folder))
     task = make_task(config.task, config.options)
-    done = run(config, task, parse(config.method), Path(folder), rank=rank, resume=resume)
-    return {**outcome_of(done), "unsaved": done.unsaved}
+    return run(config, task, parse(config.method), Path(folder), rank=rank, resume=resume).outcome()
 
 
 def _to_stderr(text: str) -> None:

@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from gossamer.comm.baseline import DdpTimeline, ddp
 from gossamer.comm.process_groups import join_world, leave_world
 from gossamer.errors import GossamerError
-from gossamer.jobs.progress import Watch, following
+from gossamer.jobs.elastic import run_elastic
+from gossamer.jobs.progress import Outcome, Watch, following
 from gossamer.jobs.signals import interrupts, stop_when_asked
 from gossamer.lab import LabCluster, WorkerFailed, WorkerPool, why_unavailable
 from gossamer.predict.methods import Method, parse
 from gossamer.recipes import graceful_stop
 from gossamer.recipes.config import RunConfig
 from gossamer.recipes.graceful_stop import StopHere
-from gossamer.recipes.loop import Progress
 from gossamer.recipes.run import read_config, run
 from gossamer.recipes.strategy import Wrap
 from gossamer.recipes.task import Task, make_task
@@ -29,16 +29,11 @@ from gossamer.trace import TraceWriter
 
 FOREVER = 20 * 86400.0  # the launcher's limit on a run; longer ones overflow its poll
 
-Outcome = dict[str, Any]
-"""What came of a run: `Progress.state_dict()`, `stopped`, and the last evaluation."""
-
 
 def train_locally(
     config: RunConfig, task: Task, folder: Path, clock: Mapping[str, Any], watch: Watch, *, resume: bool
 ) -> Outcome:
     """Train the run that was prepared in `folder`, on virtual or on local workers; Ctrl-C stops and saves it."""
-    from gossamer.jobs.elastic import run_elastic
-
     if config.virtual:
         with stop_when_asked() as stop:
             return run_virtual(config, task, folder, clock, watch, stop, resume=resume)
@@ -65,7 +60,7 @@ def run_virtual(
         return float(steps * clock["step_seconds"])
 
     method = parse(config.method)
-    return outcome_of(run(config, task, method, folder, resume=resume, watch=watch, clock=time_after, stop=stop))
+    return run(config, task, method, folder, resume=resume, watch=watch, clock=time_after, stop=stop).outcome()
 
 
 def run_pool(pool: WorkerPool, folder: Path, watch: Watch, *, resume: bool = False) -> Outcome:
@@ -97,11 +92,7 @@ def train_here(folder: Path, rank: int, *, resume: bool, watch: Watch | None = N
     method = parse(config.method)
     task = make_task(config.task, config.options)
     with _ddp_wrapper(config, method, folder, rank) as wrap:
-        return outcome_of(run(config, task, method, folder, rank=rank, resume=resume, watch=watch, wrap=wrap))
-
-
-def outcome_of(progress: Progress) -> Outcome:
-    return {**progress.state_dict(), "stopped": progress.stopped, **progress.evaluation}
+        return run(config, task, method, folder, rank=rank, resume=resume, watch=watch, wrap=wrap).outcome()
 
 
 @contextmanager

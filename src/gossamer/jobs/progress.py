@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 Watch = Callable[[Row], None]
+Outcome = dict[str, Any]
+"""What came of a run, see `gossamer.recipes.loop.Progress.outcome`; or {"diverged": why}."""
 WINDOW = 20  # steps over which times are averaged
 POLL = 0.2  # seconds between looks at a worker's file
 

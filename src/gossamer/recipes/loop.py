@@ -39,7 +39,12 @@ class Progress:
     """The last evaluation."""
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
         return {k: getattr(self, k) for k in ("step", "seconds", "units", "bytes", "waited")}
+
+    def outcome(self) -> dict[str, Any]:
+        """Return what the launcher of the run needs: the progress, why the run ended, and the last evaluation."""
+        return {**self.state_dict(), "stopped": self.stopped, "unsaved": self.unsaved, **self.evaluation}
 
 
 @dataclass

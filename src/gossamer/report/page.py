@@ -82,7 +82,7 @@ def _columns(groups: Sequence[Group]) -> list[Column]:
         ("time to the baseline's loss", known("seconds_to_baseline_loss", lambda v: f"{v:.3g} s")),
         ("MB per step", lambda r: f"{r['bytes_per_step'] / 1e6:.3g}"),
         ("waiting", known("waiting", lambda v: f"{v:.0%}")),
-        ("consensus distance", lambda r: f"{r['consensus_distance']:.2g}"),
+        ("consensus distance", known("consensus_distance", lambda v: f"{v:.2g}")),
     ]
     return [c for c in columns if any(c[1](r) != "–" for r in rows)]
 

@@ -347,6 +347,7 @@ def summary(groups: Sequence[Group]) -> list[dict[str, Any]]:
         steps = min(r.step for r in g.runs)
         seconds, base_seconds = g.step_time * steps, base.step_time * base.runs[0].step
         to_target = statistics.fmean(t for t in times if t is not None) if None not in times else None
+        distance = statistics.fmean(r.evaluations[-1]["consensus_distance"] for r in g.runs)
         rows.append(
             {
                 "method": g.label,
@@ -366,7 +367,7 @@ def summary(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 "seconds_to_baseline_loss": to_target,
                 "bytes_per_step": statistics.fmean(e["bytes"] / e["step"] for e in ends),
                 "waiting": None if None in waits else statistics.fmean(w for w in waits if w is not None),
-                "consensus_distance": statistics.fmean(r.evaluations[-1]["consensus_distance"] for r in g.runs),
+                "consensus_distance": None if math.isnan(distance) else distance,
                 "clock": g.runs[0].clock["kind"],
                 "predicted_step_seconds": g.runs[0].content.get("predicted_step_seconds"),
             }
