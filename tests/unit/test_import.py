@@ -52,6 +52,11 @@ def test_help_of_every_command_needs_nothing_heavy() -> None:
     assert not loaded & {"torch", "scipy", "networkx", "matplotlib", "plotly"}
 
 
+def test_the_engine_does_not_load_what_only_sharded_models_need() -> None:
+    code = "import gossamer.engine, sys; print('torch.distributed.fsdp' in sys.modules)"
+    assert _python(code).strip() == "False"
+
+
 def test_topology_needs_no_plotting_package() -> None:
     loaded = set(json.loads(_python("import gossamer.topology" + LOADED)))
     assert not loaded & {"torch", "matplotlib", "plotly", "typer", "rich"}

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from gossamer.comm.transport import PeerError
 from gossamer.errors import InputError
@@ -136,6 +135,8 @@ def group_ranks(group: Any) -> list[int]:
 
 def is_fully_sharded(model: torch.nn.Module) -> bool:
     """Whether FSDP2's `fully_shard` was applied to the model or to a part of it."""
+    from torch.distributed.fsdp import FSDPModule  # takes a second to import
+
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
