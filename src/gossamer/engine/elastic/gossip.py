@@ -112,7 +112,7 @@ class ElasticGossip(Gossip):
         """Set the step count to the largest in the last meeting: this worker had missed an earlier one."""
         if self.met is not None:
             for lane in self.lanes:
-                lane.meter.steps = max(lane.meter.steps, self.met.steps)
+                lane.count_steps(max(lane.meter.steps, self.met.steps))
 
     def close(self) -> None:
         """Leave the job; the others continue without this worker. Every parameter gets its own storage again."""
