@@ -114,3 +114,15 @@ def test_a_lost_worker_ends_the_wait():
     threading.Timer(0.2, lambda: setattr(made[0]._transport, "missing", 2)).start()
     with pytest.raises(PeerError, match=r"worker 0 is in averaged\(\) and lost worker 2, which died or left"):
         made[0].meet([Lane(1)], "averaged()")
+
+
+def test_a_worker_that_met_the_others_and_left_is_not_lost():
+    """Worker 1 posts, meets worker 0 and leaves between two looks of worker 0."""
+    near, far = barriers(2)
+
+    def lost():
+        far._store.set("0/at/1", near._store.get("0/at/0"))
+        return 1
+
+    near._transport.lost = lost
+    near.meet([Lane(1)], "close()")

@@ -125,6 +125,8 @@ class RoundBarrier:
                 if look.expired:
                     look = Deadline(LOOK)
                     lost = self._transport.lost()
+                    if lost is not None and self._store.check(keys):
+                        break  # that worker had posted, met the others and left
                     if lost is not None:
                         raise PeerError(
                             f"worker {self._rank} is in {call} and lost worker {lost}, which died or left without "
