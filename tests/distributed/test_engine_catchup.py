@@ -1,4 +1,4 @@
-"""Workers that skip steps and have different amounts of data: nobody waits for ever, all end at the same round."""
+"""Workers that skip steps and have different amounts of data: no worker waits forever, all end at the same round."""
 
 import random
 

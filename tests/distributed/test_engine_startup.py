@@ -133,7 +133,7 @@ def start_values(rank, decentralize, broadcast):
         return vector(model), model[1].running_mean.clone()
 
 
-def test_everybody_starts_from_worker_0(pools):
+def test_all_workers_start_from_worker_0(pools):
     expected = vector(seeded(0, lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))))
     expected[-6:-3] = 0.0  # the frozen weight, as worker 0 set it
     for parameters, mean in pools(3).run(real, start_values, broadcast=True):
@@ -141,7 +141,7 @@ def test_everybody_starts_from_worker_0(pools):
         assert mean.tolist() == [0.0] * 3
 
 
-def test_everybody_keeps_its_own_without_broadcast(pools):
+def test_every_worker_keeps_its_own_values_without_broadcast(pools):
     results = pools(3).run(real, start_values, broadcast=False)
     assert [mean.tolist() for _, mean in results] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
     assert len({tuple(parameters.tolist()) for parameters, _ in results}) == 3
@@ -245,7 +245,7 @@ def death(rank, decentralize, who, topology):
 def test_a_peer_that_dies_is_named(parents, who, topology):
     results = parents.run(in_child, death, who, topology, timeout=40)
     assert results[who] == ("exit", 7)
-    survivors = [r for rank, r in enumerate(results) if rank != who]
-    assert [s[0] for s in survivors] == ["PeerError"] * 2, survivors
-    assert any(f"worker {who}" in s[1] for s in survivors)
-    assert all("alive" in s[1] for s in survivors)
+    others = [r for rank, r in enumerate(results) if rank != who]
+    assert [kind for kind, *_ in others] == ["PeerError"] * 2, others
+    assert any(f"worker {who}" in said for _, said, *_ in others)
+    assert all("alive" in said for _, said, *_ in others)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from gossamer.comm.transport import PeerError, clock
 from gossamer.errors import GossamerWarning
 
-WARN_AFTER = 30.0  # seconds after which the user is told which worker a wait is for
+WARN_AFTER = 30.0  # seconds after which a warning names the workers that are waited for
 
 
 class Deadline:

@@ -77,9 +77,9 @@ class PollingStore(Store):
 class Edge:
     """The connection of this worker with one peer, made when first used; tags keep channels and buckets apart.
 
-    Note [Why every edge has a sentinel]: if a peer dies in the middle of a message, gloo mostly does not tell the
-    pending operation, and a worker without a pending operation is never told. A receive that is never answered, waited
-    for by a thread of its own, fails as soon as the connection does. `lost` is called then.
+    Note [Why every edge has a sentinel]: if a peer dies in the middle of a message, gloo often does not end the
+    pending operation before its timeout, and a worker without a pending operation notices nothing. A receive that is
+    never answered, waited for by a thread of its own, fails as soon as the connection does. `lost` is called then.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Edge:
             group.recv([never], self.other, SENTINEL).wait(FOREVER)
         if not self._left.is_set():
             self._lost(self.peer)
-            self.cut()  # ends operations that gloo did not tell
+            self.cut()  # ends operations that gloo left pending
 
     def recv(self, message: Tensor, tag: int) -> Any:
         return self.group.recv([message], self.other, tag)
@@ -217,6 +217,8 @@ class GlooTransport(Transport):
 
 
 class GlooChannel(ThreadedChannel):
+    """Carries out exchanges as point-to-point operations on the edges."""
+
     def __init__(self, transport: GlooTransport, channel: ChannelId, threads: int, timeout: float):
         self._transport, self._timeout = transport, timeout
         super().__init__(channel, threads, transport.pace)
@@ -226,7 +228,7 @@ class GlooChannel(ThreadedChannel):
 
     def _carry(self, batch: Batch, job: Job) -> None:
         # Messages of different rounds never match: after a mistake the wait times out and names the round.
-        tag = ((job.round % 128) << 23) + (self._channel.number << 16) + job.bucket
+        tag = ((job.round % 4) << 28) + (self._channel.number << 16) + job.bucket
         peer = -1
         edges: dict[int, Edge] = {}
         works: list[tuple[int, Any]] = []

@@ -46,7 +46,7 @@ class ChannelId(NamedTuple):
 
 @dataclass(frozen=True)
 class Stamp:
-    """What a job's messages say of themselves: the members' epoch, the plan, and whom it may involve."""
+    """The header of a job's messages: the epoch of the membership, the plan, and the peers that may take part."""
 
     epoch: int
     plan: bytes
@@ -58,7 +58,7 @@ class Stamp:
 
 @dataclass
 class Job:
-    """An exchange under way. The driver fills it in; the training thread waits for it and applies the result.
+    """An exchange in flight. The driver fills it in; the training thread waits for it and applies the result.
 
     States: launched (`started` set) -> done (`finished` set; `result` or `error`).
     """
@@ -104,22 +104,22 @@ class Channel(ABC):
 
     @abstractmethod
     def wait(self, job: Job, timeout: float) -> bool:
-        """Wait until the job is done, at most `timeout` seconds; whether it is."""
+        """Wait at most `timeout` seconds for the job. Return whether it is done."""
 
     def stuck(self, job: Job) -> PeerError | None:
-        """Why waiting longer cannot help, where that can be known (all workers share one thread)."""
+        """The reason why waiting longer cannot help, if that is known (when all workers share one thread)."""
         return None
 
     def close(self, drain: float) -> None:  # noqa: B027 - most have nothing to close
-        """Finish what is under way within `drain` seconds and free threads."""
+        """Let jobs in flight finish for up to `drain` seconds, end the others, and free threads."""
 
 
 class Transport(ABC):
-    """A worker's access to the others."""
+    """The connections of a worker to the other workers."""
 
     rank: int
     size: int
-    threaded = True  # False: all workers share one thread, which somebody else drives
+    threaded = True  # False: all workers share one thread, and a VirtualCluster drives the exchanges
 
     @abstractmethod
     def channel(self, channel: ChannelId, in_flight: int, timeout: float) -> Channel:
@@ -127,11 +127,12 @@ class Transport(ABC):
 
     @abstractmethod
     def share(self, name: str, text: str) -> list[str]:
-        """Everybody's `text` for `name`, by rank. Collective."""
+        """Return all workers' `text` for `name`, by rank. Collective."""
 
     def broadcast(self, tensors: list[Tensor], among: tuple[tuple[int, ...], ...] | None = None) -> None:
-        """Worker 0's values into everybody's tensors, or in each group of `among` its first worker's. Collective."""
-        raise NotImplementedError(f"{type(self).__name__} hands values over by other means")
+        """Copy worker 0's values into the tensors of all workers, or in each group of `among` those of its first
+        worker. Collective."""
+        raise NotImplementedError(f"{type(self).__name__} cannot broadcast")
 
     def lost(self) -> int | None:
         """The worker that the job lost first, None as long as no worker has noticed a loss."""
@@ -141,5 +142,5 @@ class Transport(ABC):
         """Release sockets and threads."""
 
     def environment(self) -> dict[str, Any]:
-        """What a trace or a bug report should say about this transport."""
+        """A description of this transport for traces and bug reports."""
         return {"transport": type(self).__name__, "rank": self.rank, "size": self.size}
