@@ -45,6 +45,9 @@ def test_toml_then_flags(tmp_path):
     assert (config.steps, config.lr, config.clip) == (7, 0.2, 0.5)
     assert config.options == {"batch": 5, "norm": "group", "flip": True, "crop": 2}
     assert build_config("vision", None, {"betas": "0.8,0.9"}).betas == (0.8, 0.9)
+    defaults = {"steps": 1, "seed": 5, "save_final": False}
+    config = build_config(None, file, {"seed": 6}, defaults=defaults)
+    assert (config.steps, config.seed, config.save_final) == (7, 6, False), "defaults of a command come first"
 
 
 @pytest.mark.parametrize(

@@ -85,11 +85,10 @@ def compare(
     names = [str(m) for m in chosen]
     rates = _rates(lr, names)
     tried = None if lr_sweep is None else _numbers(lr_sweep)
-    keep: dict[str, bool] = {} if "save_final" in flags.given else {"save_final": False}
 
     def configured(method: str, rate: float | None, number: int = seed) -> RunConfig:
         inside = {"exact_inside": False} if method.partition(":")[0] == "ddp" else {}
-        return flags.configured(method=method, seed=number, lr=rate, **keep, **inside)
+        return flags.configured(defaults={"save_final": False}, method=method, seed=number, lr=rate, **inside)
 
     first, *_ = [configured(m, None) for m in names]  # all of them: none is refused after others have trained
     if first.on_failure == "continue":

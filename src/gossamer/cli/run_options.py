@@ -92,8 +92,8 @@ class RunFlags:
     given: Mapping[str, Any] = field(default_factory=dict)
     """The flags that are keys of the configuration or options of the task, as far as the user has set them."""
 
-    def configured(self, **decided: Any) -> RunConfig:
-        """Merge the configuration file, the flags and what the command has decided, and check the result."""
+    def configured(self, *, defaults: Mapping[str, Any] | None = None, **decided: Any) -> RunConfig:
+        """Merge the command's defaults, the configuration file, the flags and the command's decisions, and check."""
         from gossamer.jobs.configure import build_config, check_method, per_node_from
 
         workers = self.workers
@@ -101,7 +101,8 @@ class RunFlags:
             workers = 4
         places = per_node_from(workers, self.virtual, self.per_node)
         where = None if self.virtual is None and workers is None else self.virtual is not None
-        made = build_config(self.task, self.config, self.given, **{"per_node": places, "virtual": where, **decided})
+        decided = {"per_node": places, "virtual": where, **decided}
+        made = build_config(self.task, self.config, self.given, defaults=defaults, **decided)
         check_method(made)
         if made.virtual and self.link is not None:
             raise InputError(

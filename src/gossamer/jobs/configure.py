@@ -11,12 +11,21 @@ from gossamer.recipes.config import RunConfig, make_config, read_toml
 from gossamer.recipes.options import TASK_OPTIONS, TASKS, options_type
 
 
-def build_config(task: str | None, file: Path | None, given: Mapping[str, Any], **decided: Any) -> RunConfig:
-    """Merge a configuration file, then the flags `given`, then what the command has `decided`; None is not set.
+def build_config(
+    task: str | None,
+    file: Path | None,
+    given: Mapping[str, Any],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    **decided: Any,
+) -> RunConfig:
+    """Merge the command's `defaults`, a configuration file, the flags `given` and what the command has `decided`.
+
+    Later ones override earlier ones; a flag or decision that is None is not set.
 
     A flag is a key of the configuration or an option of the task.
     """
-    values = read_toml(file) if file is not None else {}
+    values = {**(defaults or {}), **(read_toml(file) if file is not None else {})}
     if task is not None:
         values["task"] = task
     if "task" not in values:
