@@ -166,3 +166,36 @@ def test_deepcopy_and_ema_of_the_model_are_plain():
             o.step()
     assert torch.equal(copied.weight, value)
     assert not torch.equal(models[0].weight, value)
+
+
+@pytest.mark.parametrize("algorithm", ["awc", "atc"])
+def test_a_step_hook_that_writes_before_the_exchange_is_part_of_the_step(algorithm):
+    """docs/engine.md: a clamp in a post-hook that was registered before decentralize() is what the neighbors get."""
+    bound, lr = 0.2, 0.1
+
+    def make(parameters):
+        optimizer = torch.optim.SGD(parameters, lr=lr)
+
+        @torch.no_grad()
+        def clamp(optimizer, *_):
+            for p in optimizer.param_groups[0]["params"]:
+                p.clamp_(-bound, bound)
+
+        optimizer.register_step_post_hook(clamp)
+        return optimizer
+
+    _, _, models, optimizers = start(3, make, topology="complete", algorithm=algorithm)
+    x, clamped = [m.weight.detach().clone() for m in models], False
+    for t in range(4):
+        gradients = [torch.full((3, 4), float((-1) ** t * (i + 1))) for i in range(3)]
+        for m, o, g in zip(models, optimizers, gradients, strict=True):
+            m.weight.grad = g.clone()
+            o.step()
+        mixed = [sum(x) / 3] * 3 if algorithm == "awc" and t > 0 else x
+        x = [(value - lr * g).clamp(-bound, bound) for value, g in zip(mixed, gradients, strict=True)]
+        clamped |= any(value.abs().eq(bound).any() for value in x)
+        if algorithm == "atc":
+            x = [sum(x) / 3] * 3
+        for m, value in zip(models, x, strict=True):
+            torch.testing.assert_close(m.weight.detach(), value)
+    assert clamped
