@@ -141,7 +141,7 @@ def two_lanes(rank, decentralize, algorithm, seed):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_two_lanes_never_stand_still(pools, algorithm):
+def test_two_lanes_do_not_deadlock(pools, algorithm):
     for seed in range(3):
         means = pools(3).run(real, two_lanes, algorithm, seed)
         assert all(torch.equal(m, means[0]) for m in means)

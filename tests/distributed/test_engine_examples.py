@@ -27,7 +27,7 @@ def last_epoch(script: str) -> tuple[float, float]:
     return float(loss), float(accuracy)
 
 
-def test_both_run_under_torchrun_and_learn_alike():
+def test_both_examples_run_under_torchrun_and_learn_alike():
     ddp_loss, ddp_accuracy = last_epoch("ddp.py")
     our_loss, our_accuracy = last_epoch("ddp_to_gossamer.py")
     assert ddp_accuracy > 0.95
@@ -35,7 +35,7 @@ def test_both_run_under_torchrun_and_learn_alike():
     assert abs(our_loss - ddp_loss) < 0.1
 
 
-def test_they_differ_in_a_handful_of_lines():
+def test_the_examples_differ_in_few_lines():
     before, after = ((EXAMPLES / f).read_text().splitlines() for f in ("ddp.py", "ddp_to_gossamer.py"))
     changed = [line for line in difflib.ndiff(before[1:], after[1:]) if line[0] == "+" and line[2:].strip()]
     assert len(changed) <= 6, changed

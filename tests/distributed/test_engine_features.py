@@ -556,7 +556,7 @@ def test_local_buffers_are_left_alone(pools):
         assert all(torch.equal(own[k], mean[k]) for k in own)
 
 
-# A long evaluation on one worker: the others wait for it, nobody gives up, the result is the same.
+# A long evaluation on one worker: the others wait for it, no worker gives up, the result is the same.
 
 
 def long_evaluation(rank, decentralize, seconds):

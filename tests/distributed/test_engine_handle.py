@@ -213,7 +213,7 @@ FORGETFUL = """
 
 
 @pytest.mark.parametrize("last", ["", "torch.distributed.destroy_process_group()"], ids=["nothing", "destroy"])
-def test_a_job_that_forgets_close_ends_well(tmp_path, last):
+def test_a_job_without_close_exits_cleanly(tmp_path, last):
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(FORGETFUL).format(last=last, more=0))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]

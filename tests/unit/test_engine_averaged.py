@@ -45,7 +45,7 @@ def same(a, b):
 @pytest.mark.parametrize("algorithm", ["awc", "atc"])
 @pytest.mark.parametrize("per_node", [[1], [3], [2, 2], [4, 4, 2]], ids=str)
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
-def test_the_exact_mean_inside_and_the_old_bits_outside(per_node, algorithm, wire):
+def test_averaged_is_the_exact_mean_and_restores_every_bit(per_node, algorithm, wire):
     cluster, models, optimizers = start(per_node, algorithm=algorithm, wire=wire)
     train(models, optimizers, 3)
     before = states(models)
@@ -63,7 +63,7 @@ def test_the_exact_mean_inside_and_the_old_bits_outside(per_node, algorithm, wir
 
 
 @pytest.mark.parametrize("settings", [{}, {"algorithm": "atc"}, {"staleness": 2}, {"every": 2}], ids=str)
-def test_training_goes_on_as_if_nothing_had_been_asked(settings):
+def test_collective_calls_do_not_change_training(settings):
     one, models, optimizers = start([2, 2], **settings)
     other, others, other_optimizers = start([2, 2], **settings)
     train(models, optimizers, 3)
@@ -209,7 +209,7 @@ def test_an_error_in_the_block_restores():
     train(models, optimizers, 1, first=2)
 
 
-def test_what_is_written_inside_the_block_is_gone_after_it():
+def test_writes_inside_averaged_are_undone():
     cluster, models, _optimizers = start([2])
     before = states(models)
     with cluster.averaged(), torch.no_grad():

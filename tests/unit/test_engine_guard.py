@@ -26,7 +26,7 @@ def step(models, optimizers, times=1):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "int8"])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_what_is_not_finite_is_not_mixed_in_and_its_sender_named(value, wire, staleness):
+def test_values_that_are_not_finite_are_refused_and_their_sender_named(value, wire, staleness):
     options = {"topology": "ring", "wire": wire, "staleness": staleness, "guard": NeighborGuard()}
     models, optimizers, gossips = workers(2, **options)
     with torch.no_grad():
@@ -37,7 +37,7 @@ def test_what_is_not_finite_is_not_mixed_in_and_its_sender_named(value, wire, st
     assert gossips[0].stats()["refused_by_peer"] == {1: 3}  # every one of them
 
 
-def test_without_a_guard_it_spreads():
+def test_without_a_guard_values_that_are_not_finite_spread():
     models, optimizers, gossips = workers(2, topology="ring")
     with torch.no_grad():
         models[1].weight[0, 0] = float("nan")

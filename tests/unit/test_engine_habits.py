@@ -57,7 +57,7 @@ def test_weight_decay_acts_on_the_groups_it_was_given_to():
 
 @pytest.mark.parametrize("topology", ["aer", "ring", "one-peer-exponential", "complete"])
 @pytest.mark.parametrize("per_node", [[1], [1, 1], [1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1, 1]], ids=str)
-def test_one_worker_a_node_and_one_worker_at_all(topology, per_node):
+def test_one_worker_per_node_and_a_single_worker(topology, per_node):
     n = sum(per_node)
     models = [nn.Linear(4, 3) for _ in range(n)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.0) for m in models]
@@ -112,7 +112,7 @@ def test_evaluation_and_extra_forwards_do_not_advance_the_schedule():
     assert all(torch.equal(a.weight, b.weight) for a, b in zip(models, twin[2], strict=True))
 
 
-def test_gradient_accumulation_mixes_once_a_step():
+def test_gradient_accumulation_mixes_once_per_step():
     _, gossips, models, optimizers = start(2)
     for _ in range(3):
         for m, o in zip(models, optimizers, strict=True):
@@ -154,7 +154,7 @@ def test_an_overflow_under_a_scaler_skips_the_whole_step_of_that_worker():
     assert [g.lanes[0].k for g in gossips] == [1, 1]
 
 
-def test_deepcopy_and_ema_of_the_model_are_plain():
+def test_copies_of_the_model_take_no_part_in_gossip():
     """A copy has storage of its own and is no part of the gossip."""
     _, _, models, optimizers = start(2, topology="complete")
     copied = copy.deepcopy(models[0])

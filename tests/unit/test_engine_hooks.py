@@ -173,7 +173,7 @@ def test_loaded_parameters_are_not_mixed_with_the_old_ones(algorithm, part):
         assert all(p.eq(7.0).all() for m in models for p in m.parameters())
 
 
-def test_what_is_loaded_inside_averaged_changes_nothing():
+def test_loading_inside_averaged_changes_nothing():
     cluster, models, optimizers = cluster_of(3, "awc")
     _, twins, twin_optimizers = cluster_of(3, "awc")
     step(models, optimizers)

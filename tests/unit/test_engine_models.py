@@ -184,7 +184,7 @@ def test_complex_is_refused():
         cluster_of(models, sgd(models))
 
 
-def test_lbfgs_strangers_and_doubles_are_refused():
+def test_lbfgs_foreign_and_repeated_parameters_are_refused():
     models = linear()
     with pytest.raises(InputError, match="LBFGS evaluates its closure several times"):
         cluster_of(models, [torch.optim.LBFGS(m.parameters()) for m in models])
@@ -237,7 +237,7 @@ def test_close_gives_storage_back_and_removes_the_hooks():
     assert models[0].weight.untyped_storage().data_ptr() != models[0].bias.untyped_storage().data_ptr()
     assert not optimizers[0]._optimizer_step_pre_hooks
     assert not optimizers[0]._optimizer_step_post_hooks
-    for _ in range(3):  # a plain optimizer again: nobody is waited for
+    for _ in range(3):  # a plain optimizer again: no peer is waited for
         fill_grads(models[0])
         optimizers[0].step()
     assert gossips[0].stats()["steps"] == 1
@@ -246,7 +246,7 @@ def test_close_gives_storage_back_and_removes_the_hooks():
 
 
 def test_a_cluster_can_be_used_again_after_close():
-    """Messages that nobody took before close() must not reach the next run."""
+    """Messages that no worker received before close() must not reach the next run."""
     models = linear(2)
     optimizers = sgd(models, 0.0)
     cluster, _ = cluster_of(models, optimizers, topology="complete")
@@ -271,7 +271,7 @@ class Nested(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("closure", [False, True])
-def test_a_nested_step_is_one_step(closure):
+def test_a_step_that_calls_super_step_is_one_step(closure):
     models = linear(2)
     optimizers = [Nested(m.parameters(), lr=0.0) for m in models]
     _cluster, gossips = cluster_of(models, optimizers, topology="complete", broadcast=False)
@@ -420,7 +420,7 @@ def test_two_optimizers_one_of_which_skips_steps():
 
 
 def test_one_worker_skips_one_of_two_optimizers():
-    """Worker 0 skips a step of the second optimizer; a collective call brings everybody to one round."""
+    """Worker 0 skips a step of the second optimizer; a collective call brings all workers to one round."""
     torch.manual_seed(0)
     models = [nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}) for _ in range(3)]
     optimizers = [[torch.optim.SGD(m[k].parameters(), lr=0.0) for k in "ab"] for m in models]

@@ -122,7 +122,7 @@ def test_a_state_without_the_round_in_flight_is_refused():
         Run([2], 0).load(saved)
 
 
-def test_into_a_cluster_that_has_trained():
+def test_resume_into_a_cluster_that_has_trained():
     plain, stopped, other = (Run([3], s) for s in (0, 0, 1))
     plain.train(0, 8)
     stopped.train(0, 4)
@@ -133,7 +133,7 @@ def test_into_a_cluster_that_has_trained():
     assert all(map(torch.equal, other.values(), plain.values()))
 
 
-def test_into_a_cluster_in_the_middle_of_a_step():
+def test_resume_into_a_cluster_in_the_middle_of_a_step():
     stopped, other = Run([3], 0), Run([3], 1)
     stopped.train(0, 2)
     saved = stopped.save()

@@ -89,7 +89,7 @@ SCRIPTS = {"never": lambda worker, step: False, "seldom": seldom, "all": all_lat
 @pytest.mark.parametrize(
     ("topology", "script"),
     [(t, s) for t in TOPOLOGIES for s in SCRIPTS if (t, s) != ("aer", "all")],
-)  # in AER some workers have nothing to wait for: all others late for ever is a script nobody could perform
+)  # in AER some workers have nothing to wait for: all others late for ever is a script that cannot be performed
 def test_parity_with_the_dense_reference(monkeypatch, topology, staleness, script):
     for per_node in ([4], [2, 2], [1, 2, 1]):
         layout = Layout.of(per_node)
@@ -118,7 +118,7 @@ def test_parity_with_every_and_average_every(monkeypatch, every, average_every):
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_an_exchange_that_never_says_ready_is_waited_for_after_so_many_steps(monkeypatch, staleness):
+def test_a_late_exchange_is_waited_for_after_staleness_steps(monkeypatch, staleness):
     """Rounds come every 1 + staleness steps: `staleness` skips, then the wait."""
     layout = Layout.flat(4)
     run = Delayed(monkeypatch, layout, build("complete", layout), lambda worker, step: True, staleness, steps=21)
@@ -169,7 +169,7 @@ def test_zero_learning_rate_keeps_the_mean_on_lossy_wires(monkeypatch, wire):
 
 
 def test_a_worker_may_run_ahead_by_the_staleness():
-    """Without any script: stepping one worker twice is a skip, three times is an error that names whom it needs."""
+    """Stepping one worker twice is a skip, three times is an error that names the workers it needs."""
     models = [nn.Linear(3, 2) for _ in range(2)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
     cluster = gossamer.VirtualCluster(2)

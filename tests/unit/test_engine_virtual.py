@@ -58,7 +58,7 @@ def test_parked_workers_serve_their_neighbors(topology, algorithm):
         np.testing.assert_allclose(values(models), want, atol=1e-6)
 
 
-def test_catch_up_brings_everybody_to_one_round():
+def test_catch_up_brings_all_workers_to_one_round():
     cluster, gossips, models, optimizers = start([4], topology="complete")
     mean = values(models).mean(axis=0)
     step(optimizers[2])
@@ -121,7 +121,7 @@ def test_a_cluster_in_use_is_refused():
 
 
 @pytest.mark.parametrize("rank", [-1, 3, "0"])
-def test_parking_nobody(rank):
+def test_parking_a_worker_that_does_not_exist(rank):
     cluster, _, _, _ = start([3])
     with pytest.raises(InputError, match=r"cannot park worker .*: the workers are 0..2"):
         cluster.park(rank)

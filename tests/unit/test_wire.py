@@ -74,7 +74,7 @@ def test_int8_of_the_smallest_numbers_is_finite_and_near(largest):
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("at", [0, 255, 256, 299])
-def test_what_is_not_finite_stays_so(name, bad, at):
+def test_values_that_are_not_finite_stay_so(name, bad, at):
     x = torch.randn(300, generator=torch.Generator().manual_seed(0))
     x[at] = bad
     assert not torch.isfinite(rounded(name, x)[at])
