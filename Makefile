@@ -32,7 +32,7 @@ lint: setup  ## ruff: lint and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 types: setup  ## mypy
-	@echo "types: mypy (strict for topology, trace and runtime)"
+	@echo "types: mypy (strict)"
 	@$(BIN)/mypy
 
 check: lint types  ## fast inner loop: lint, types, unit tests

@@ -80,7 +80,7 @@ class Worker(threading.Thread):
 
         def reached() -> bool:
             assert self.error is None, self.error
-            return self.gossip is not None and self.gossip.lanes[0].meter.steps >= step
+            return self.gossip is not None and self.gossip.lanes[0].metrics.steps >= step
 
         until(reached, f"worker {self.rank} does not reach step {step}")
 

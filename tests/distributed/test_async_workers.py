@@ -206,7 +206,7 @@ def bounded(rank, decentralize, n, bound, gaps):
         stepped = lane.stepped
 
         def noted():
-            log.append((time.monotonic(), lane.meter.steps))
+            log.append((time.monotonic(), lane.metrics.steps))
             stepped()
 
         lane.stepped = noted

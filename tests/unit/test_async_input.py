@@ -115,7 +115,7 @@ def test_budget_counts_the_steps_of_all(algorithm):
         done.append(known)
         for optimizer in optimizers:
             optimizer.step()
-    total = sum(g.lanes[0].meter.steps for g in gossips)
+    total = sum(g.lanes[0].metrics.steps for g in gossips)
     assert done[0] == 0
     assert done == sorted(done)
     assert 40 <= total <= 40 + 4 * 6  # what worker 0 had not heard of yet

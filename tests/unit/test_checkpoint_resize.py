@@ -111,7 +111,7 @@ def test_mean_and_moments_are_conserved(tmp_path, algorithm, after):
     assert {int(o.state_dict()["state"][0]["step"]) for o in now.optimizers} == {5}
     kept = [m.own.detach() for m in before.models]
     assert all(any(torch.equal(m.own, own) for own in kept) for m in now.models)
-    assert now.cluster.gossips[0].lanes[0].meter.steps == 5
+    assert now.cluster.gossips[0].lanes[0].metrics.steps == 5
     assert now.cluster.gossips[0].total_steps == 5 * after
     distance = now.cluster.consensus_distance()
     now.train(30, first=5)
@@ -134,7 +134,7 @@ def test_another_topology_keeps_every_worker_as_it_was(tmp_path):
     assert checkpoints.load(now.cluster, now.models, now.optimizers).resized
     for mine, theirs in zip(now.models, before.models, strict=True):
         assert all(torch.equal(v, theirs.state_dict()[k]) for k, v in mine.state_dict().items())
-    assert now.cluster.gossips[0].lanes[0].meter.steps == 5
+    assert now.cluster.gossips[0].lanes[0].metrics.steps == 5
 
 
 def test_accumulations_are_averaged_where_the_counts_agree():

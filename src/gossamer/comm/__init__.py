@@ -4,7 +4,7 @@ from gossamer.comm.deadline import Deadline, PeerWait
 from gossamer.comm.exchange import (
     Batch,
     Combine,
-    Exchange,
+    ExchangeSteps,
     Mixed,
     Scratch,
     arrived,
@@ -47,7 +47,7 @@ __all__ = [
     "Counted",
     "Deadline",
     "DeviceMesh",
-    "Exchange",
+    "ExchangeSteps",
     "GlooTransport",
     "Hub",
     "Job",

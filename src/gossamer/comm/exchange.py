@@ -55,7 +55,7 @@ class Mixed:
         x.add_(self.out, alpha=1.0 if self.weight is None else self.weight)
 
 
-Exchange = Generator[Batch, None, Mixed | None]
+ExchangeSteps = Generator[Batch, None, Mixed | None]
 
 
 class Combine(Protocol):
@@ -98,7 +98,9 @@ class Scratch:
         return [whole[s : s + n] for s, n in zip(starts, lengths, strict=True)]
 
 
-def exchange(program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Scratch, *, lazy: bool = True) -> Exchange:
+def exchange(
+    program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Scratch, *, lazy: bool = True
+) -> ExchangeSteps:
     """Mix the flat tensor `x`, which is only read, by `program`.
 
     Args:
@@ -144,7 +146,7 @@ def exchange(program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Scra
     return Mixed(result)
 
 
-def correction(program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Scratch) -> Exchange:
+def correction(program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Scratch) -> ExchangeSteps:
     """The same, but the result is a correction: `out` becomes mixed - x (divided by the weight), to be added to
     parameters that have changed since the launch."""
     mixed = yield from exchange(program, x, out, wire, scratch)
@@ -153,7 +155,7 @@ def correction(program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Sc
     return mixed
 
 
-def reduction(program: Program, x: Tensor, out: Tensor, combine: Combine, scratch: Scratch) -> Exchange:
+def reduction(program: Program, x: Tensor, out: Tensor, combine: Combine, scratch: Scratch) -> ExchangeSteps:
     """Combine all workers' `x` element by element (`torch.add`, `torch.maximum`), by the program of a uniform round.
     Works in x's own dtype, and every worker gets the same bits."""
     result = out[: x.numel()]
@@ -175,7 +177,7 @@ def reduction(program: Program, x: Tensor, out: Tensor, combine: Combine, scratc
     return Mixed(result)
 
 
-def arrived(scratch: Scratch) -> Exchange:
+def arrived(scratch: Scratch) -> ExchangeSteps:
     """An exchange with nothing left to do, for results restored from a checkpoint."""
     return None
     yield

@@ -8,15 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gossamer.comm.exchange import Exchange, Scratch
+from gossamer.comm.exchange import ExchangeSteps, Scratch
 
 CHUNK = 2**18  # elements
 Refuse = Callable[[int, str], None]  # a peer, and why its values are not mixed in
 
 
 def inspected(
-    make: Callable[[Scratch], Exchange], x: Tensor, most: float, refuse: Refuse, difference: bool, scratch: Scratch
-) -> Exchange:
+    make: Callable[[Scratch], ExchangeSteps], x: Tensor, most: float, refuse: Refuse, difference: bool, scratch: Scratch
+) -> ExchangeSteps:
     """Run the exchange that `make` returns. Return None instead of its result if values that arrived are not finite, or
     if the result would move `x` by more than `most` times the norm of `x`.
 

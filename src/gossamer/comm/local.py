@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gossamer.comm.exchange import Batch, Exchange, Scratch
+from gossamer.comm.exchange import Batch, ExchangeSteps, Scratch
 from gossamer.comm.transport import Channel, ChannelId, Job, PeerError, Transport, clock
 from gossamer.errors import InputError
 
@@ -32,7 +32,7 @@ class _Running:
     rank: int
     tag: tuple[ChannelId, int]
     job: Job
-    steps: Exchange
+    steps: ExchangeSteps
     recvs: deque[tuple[int, Tensor]] = field(default_factory=deque)
     unsent: list[_Message] = field(default_factory=list)
 

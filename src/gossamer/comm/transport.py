@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gossamer.comm.exchange import Exchange, Mixed, Scratch
+from gossamer.comm.exchange import ExchangeSteps, Mixed, Scratch
 from gossamer.errors import GossamerError
 
 clock = time.perf_counter
@@ -65,7 +65,7 @@ class Job:
 
     round: int
     bucket: int
-    make: Callable[[Scratch], Exchange]
+    make: Callable[[Scratch], ExchangeSteps]
     launched: float = field(default_factory=clock)
     started: float | None = None
     finished: float | None = None

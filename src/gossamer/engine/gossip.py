@@ -135,7 +135,7 @@ class Gossip:
     @property
     def steps(self) -> list[int]:
         """Optimizer steps that each worker of this process has taken: one entry."""
-        return [self.lanes[0].meter.steps]
+        return [self.lanes[0].metrics.steps]
 
     def participation(self) -> Participation:
         """The workers that took part in the latest collective call: all of them, unless the job is elastic."""
@@ -233,7 +233,7 @@ class Gossip:
 
         `lanes` has the numbers of each lane. The steps are those of the first lane.
         """
-        lanes = [lane.meter.summary() for lane in self.lanes]
+        lanes = [lane.metrics.summary() for lane in self.lanes]
         for lane, summary in zip(self.lanes, lanes, strict=True):
             latest = lane.sketcher.latest if lane.sketcher is not None else None
             summary["consensus_ratio"] = None if latest is None else latest.ratio

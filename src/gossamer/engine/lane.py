@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from gossamer.comm import (
     ChannelId,
-    Exchange,
+    ExchangeSteps,
     Job,
     PeerWait,
     Purpose,
@@ -80,7 +80,7 @@ class Lane:
         )
         self.coordinator, self.siblings = parts.coordinator, parts.siblings
         self.wire = wire_named(parts.settings.wire)
-        self.meter = Metrics(parts.rank, parts.layout, parts.writer)
+        self.metrics = Metrics(parts.rank, parts.layout, parts.writer)
         in_flight = min(parts.settings.exchange.in_flight, len(parts.buckets) + 1)
         self.channel = parts.transport.channel(
             ChannelId(parts.index, Purpose.PARAMETERS), in_flight, parts.settings.timeout
@@ -144,20 +144,20 @@ class Lane:
                 "combined with the neighbors'; evaluate the closure yourself and call step() without it"
             )
         now = clock()
-        self.meter.span("step", self._mark, now, step=self.meter.steps)
-        self.meter.steps += 1
+        self.metrics.span("step", self._mark, now, step=self.metrics.steps)
+        self.metrics.steps += 1
         self.stepped()
         self._mark = clock()
 
     def forwarded(self, since: float) -> None:
         """Record that the model's forward pass ran from `since` until now. Only called when a trace is written."""
         now = clock()
-        self.meter.span("forward", since, now, step=self.meter.steps)
+        self.metrics.span("forward", since, now, step=self.metrics.steps)
         self._mark, self._forwarded = now, True
 
     def _computed(self) -> None:
         """The step begins: record the time of forward and backward, and check the parameters' storage."""
-        self.meter.span("backward" if self._forwarded else "compute", self._mark, clock(), step=self.meter.steps)
+        self.metrics.span("backward" if self._forwarded else "compute", self._mark, clock(), step=self.metrics.steps)
         self._forwarded = False
         self._check()
 
@@ -166,7 +166,7 @@ class Lane:
 
     def trained_unseen(self) -> bool:
         """Whether the parameters changed without a step of the optimizer, and without a `load_state_dict()`."""
-        if self.meter.steps or self.overwritten or self.k or self._fingerprint() == self._start:
+        if self.metrics.steps or self.overwritten or self.k or self._fingerprint() == self._start:
             return False
         self._start = self._fingerprint()
         return True
@@ -208,7 +208,7 @@ class Lane:
 
     def count_steps(self, steps: int) -> None:
         """In a collective call: this worker has taken `steps` steps."""
-        self.meter.steps = steps
+        self.metrics.steps = steps
 
     def values(self) -> list[Tensor]:
         """This worker's parameters, one tensor per bucket."""
@@ -216,7 +216,7 @@ class Lane:
 
     def total_steps(self) -> int:
         """Steps of all workers together: synchronous workers take equally many."""
-        return self.meter.steps * self.meter.layout.n
+        return self.metrics.steps * self.metrics.layout.n
 
     def park(self) -> None:
         """This worker enters a collective call."""
@@ -235,7 +235,7 @@ class Lane:
             jobs.append(self._launch_job(self.k, b, program, partial(exchange, program, value, out, wire, lazy=False)))
         return jobs
 
-    def _launch_job(self, k: int, bucket: int, program: Program, make: Callable[[Scratch], Exchange]) -> Job:
+    def _launch_job(self, k: int, bucket: int, program: Program, make: Callable[[Scratch], ExchangeSteps]) -> Job:
         """Launch an exchange."""
         job = Job(k, bucket, make)
         self.channel.launch(job)
@@ -269,7 +269,7 @@ class Lane:
                 if stuck is not None:
                     raise stuck
                 wait.check(partial(_awaited, job), "is that worker alive, and does it train as many steps?")
-            self.meter.waited_for(job, wait.since, clock())
+            self.metrics.waited_for(job, wait.since, clock())
         if job.error is not None:
             raise job.error
 

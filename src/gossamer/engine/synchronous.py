@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gossamer.comm import Exchange, Job, Mixed, Plain, Scratch, arrived, clock, correction, exchange, inspected
+from gossamer.comm import ExchangeSteps, Job, Mixed, Plain, Scratch, arrived, clock, correction, exchange, inspected
 from gossamer.engine.lane import Lane, LaneParts
 from gossamer.engine.policies import ATC, AWC, Synchronous
 from gossamer.engine.sketch import Sketcher
@@ -48,14 +48,14 @@ class SyncLane(Lane):
             late = self.skips < self.staleness and not all(self.channel.wait(j, 0) for j in self.jobs)
             if late:
                 self.skips += 1
-                self.meter.skipped += 1
+                self.metrics.skipped += 1
             else:
                 self.finish(assisting=True)
                 self.apply()
         self._mark = clock()
 
     def stepped(self) -> None:
-        if self.jobs is None and self.meter.steps % self.every == 0:
+        if self.jobs is None and self.metrics.steps % self.every == 0:
             self.launch()
 
     @torch.no_grad()
@@ -63,17 +63,17 @@ class SyncLane(Lane):
         """Send the parameters as they are now: round k."""
         if self.alone:
             self.k += 1
-            self.meter.rounds += 1
+            self.metrics.rounds += 1
             return
         for flat in self.flats:
             flat.pack()
         self.forced = self.sketcher is not None and self.sketcher.at_launch(self.k, self.buckets)
-        self.meter.guard_averages += self.forced
-        self.meter.averages += self.forced or self.schedule.averages(self.k)
+        self.metrics.guard_averages += self.forced
+        self.metrics.averages += self.forced or self.schedule.averages(self.k)
         self.skips = 0
         self._post()
         self.k += 1
-        self.meter.rounds += 1
+        self.metrics.rounds += 1
         if combine and self.combines:
             self.coordinator.combine(self)
 
@@ -91,9 +91,9 @@ class SyncLane(Lane):
             program = self.schedule.program(self.k, b, self.rank, bucket.x.numel(), average=self.forced)
             if program:
                 act = exchange if self._sent is None else correction
-                make: Callable[[Scratch], Exchange] = partial(act, program, source, self._out[b], wire)
+                make: Callable[[Scratch], ExchangeSteps] = partial(act, program, source, self._out[b], wire)
                 if self.settings.max_jump is not None:
-                    stale, refuse = self._sent is not None, self.meter.refuse
+                    stale, refuse = self._sent is not None, self.metrics.refuse
                     make = partial(inspected, make, source, self.settings.max_jump, refuse, stale)
                 self.jobs.append(self._launch_job(self.k, b, program, make))
 
@@ -113,7 +113,7 @@ class SyncLane(Lane):
             for flat in self.flats:
                 flat.pack()
         for job in self.jobs:
-            self.meter.exchanged(job)
+            self.metrics.exchanged(job)
             if job.result is None:
                 continue
             x = self.buckets[job.bucket].x
@@ -132,7 +132,7 @@ class SyncLane(Lane):
         self.finish()
         self.apply()
         self.launch()
-        self.meter.mix_only += 1
+        self.metrics.mix_only += 1
 
     def serve(self) -> bool:
         """Like `mix_only`, but only if it need not wait; return whether it was done."""
@@ -141,7 +141,7 @@ class SyncLane(Lane):
         self.finish()  # raises the errors of the jobs
         self.apply()
         self.launch(combine=False)
-        self.meter.mix_only += 1
+        self.metrics.mix_only += 1
         return True
 
     def settle(self) -> None:
@@ -158,7 +158,7 @@ class SyncLane(Lane):
         """Discard the round in flight after it has arrived."""
         self.finish()
         for job in self.jobs or ():
-            self.meter.exchanged(job)
+            self.metrics.exchanged(job)
         self.jobs, self.skips, self.overwritten = None, 0, False
 
     def state_dict(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class SyncLane(Lane):
             self.drop()
         state: dict[str, Any] = {
             "round": self.k,
-            "steps": self.meter.steps,
+            "steps": self.metrics.steps,
             "skips": self.skips,
             "forced": self.forced,
             "stale": self._sent is not None,
@@ -196,7 +196,7 @@ class SyncLane(Lane):
                 f"staleness={self.staleness}; resume with the same, or load only the model and the optimizer"
             )
         self.drop()
-        self.k, self.meter.steps, self.forced = state["round"], state["steps"], state["forced"]
+        self.k, self.metrics.steps, self.forced = state["round"], state["steps"], state["forced"]
         if self.sketcher is not None and state["sketch"] is not None:
             self.sketcher.load_state_dict(state["sketch"])
         if "arrived" not in state or self.alone:

@@ -96,12 +96,12 @@ class VirtualCluster:
         due = []
         for rank, gossip in enumerate(self.gossips):
             now = max((lane.virtual_time for lane in gossip.lanes if isinstance(lane, AsyncLane)), default=0.0)
-            due.append((now + durations(rank, gossip.lanes[0].meter.steps), rank))
+            due.append((now + durations(rank, gossip.lanes[0].metrics.steps), rank))
         heapq.heapify(due)
         for _ in range(total_steps):
             time, rank = heapq.heappop(due)
             yield rank
-            heapq.heappush(due, (time + durations(rank, self.gossips[rank].lanes[0].meter.steps), rank))
+            heapq.heappush(due, (time + durations(rank, self.gossips[rank].lanes[0].metrics.steps), rank))
 
     def park(self, rank: int) -> None:
         """Worker `rank` has no more data: it takes part in its neighbors' rounds without steps of its own."""
@@ -117,7 +117,7 @@ class VirtualCluster:
                 latest = max(lane.virtual_time for lane in clocks)
                 for late in clocks:
                     if late.virtual_time < latest and not self._timed:
-                        late.meter.mix_only += round(latest - late.virtual_time)
+                        late.metrics.mix_only += round(latest - late.virtual_time)
                         late.reach(latest)
                 continue
             lanes = self._coordinator.rounds_of(index)
@@ -129,7 +129,7 @@ class VirtualCluster:
                     lane.apply()
                 for lane in behind:
                     lane.launch()
-                    lane.meter.mix_only += 1
+                    lane.metrics.mix_only += 1
             for lane in lanes:
                 lane.finish()
 
@@ -178,7 +178,7 @@ class VirtualCluster:
     @property
     def steps(self) -> list[int]:
         """Optimizer steps that each worker has taken."""
-        return [g.lanes[0].meter.steps for g in self.gossips]
+        return [g.lanes[0].metrics.steps for g in self.gossips]
 
     def participation(self) -> Participation:
         """All workers, each with a replica of its own."""

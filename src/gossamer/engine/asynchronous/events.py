@@ -12,7 +12,18 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from gossamer.comm import Batch, Channel, Exchange, Job, PrefixStore, Scratch, Transport, Wire, default_store, exchange
+from gossamer.comm import (
+    Batch,
+    Channel,
+    ExchangeSteps,
+    Job,
+    PrefixStore,
+    Scratch,
+    Transport,
+    Wire,
+    default_store,
+    exchange,
+)
 from gossamer.engine.asynchronous.state import State
 from gossamer.engine.metrics import Metrics
 from gossamer.topology import Layout
@@ -102,10 +113,10 @@ class Swap:
         outs: Sequence[Tensor],
         wire: Wire,
         channel: Channel,
-        meter: Metrics,
+        metrics: Metrics,
     ):
         self._rank, self._layout, self._state, self._outs = rank, layout, state, outs
-        self._wire, self._channel, self._meter = wire, channel, meter
+        self._wire, self._channel, self._metrics = wire, channel, metrics
 
     def greet(self, event: Event, *, parked: bool) -> Job:
         """Swap step counts. `parked`: this worker takes no steps for now."""
@@ -132,16 +143,16 @@ class Swap:
     def receive(self, now: float, jobs: Sequence[Job]) -> None:
         """Everything has arrived: update x and x~."""
         for job in jobs:
-            self._meter.exchanged(job)
+            self._metrics.exchanged(job)
         self._state.arrive(now, jobs)
-        self._meter.rounds += 1
+        self._metrics.rounds += 1
 
     def _launch(self, job: Job) -> Job:
         self._channel.launch(job)
         return job
 
 
-def _swap_counts(peer: int, ours: Tensor, theirs: Tensor, scratch: Scratch) -> Exchange:
+def _swap_counts(peer: int, ours: Tensor, theirs: Tensor, scratch: Scratch) -> ExchangeSteps:
     """The step counts travel with the parameters."""
     yield Batch([(peer, ours)], [(peer, theirs)])
     return None

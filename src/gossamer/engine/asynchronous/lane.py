@@ -37,9 +37,9 @@ class AsyncLane(Lane):
         self.clock = WallClock() if policy.clock == "wall" else VirtualClock()
         wall = isinstance(self.clock, WallClock)
         self.timetable = Timetable(events, self.rank, trial=wall and policy.pairing == "auto")
-        self.meter = EventMetrics(self.rank, parts.layout, parts.writer, self.index, self.clock)
-        self._swap = Swap(self.rank, topology.layout, self.state, self._out, self.wire, self.channel, self.meter)
-        self.meter.sent.update(dict.fromkeys(sorted(set(events.neighbors(self.rank))), 0))  # no new keys while read
+        self.metrics = EventMetrics(self.rank, parts.layout, parts.writer, self.index, self.clock)
+        self._swap = Swap(self.rank, topology.layout, self.state, self._out, self.wire, self.channel, self.metrics)
+        self.metrics.sent.update(dict.fromkeys(sorted(set(events.neighbors(self.rank))), 0))  # no new keys while read
         self._thread: EventThread | None = None
         if parts.transport.threaded and not self.alone:
             self.timetable.rewind()
@@ -70,7 +70,7 @@ class AsyncLane(Lane):
         self._computed()
         self._release_lock()  # a step that raised left it held
         if isinstance(self.clock, VirtualClock):
-            self.reach(self.clock.time + self.coordinator.duration(self.rank, self.meter.steps))
+            self.reach(self.clock.time + self.coordinator.duration(self.rank, self.metrics.steps))
         self._hold_back()
         self._lock.acquire()
         try:
@@ -150,9 +150,9 @@ class AsyncLane(Lane):
             wait.check(lambda: "worker {}, {}".format(*late()), "is it alive, and does it train as many steps?")
         self._raise_failure()
         since = wait.since
-        self.meter.waited_total += clock() - since
-        self.meter.waited[peer] += clock() - since
-        self.meter.span("wait", since, clock(), peer=peer, step=self.meter.steps)
+        self.metrics.waited_total += clock() - since
+        self.metrics.waited[peer] += clock() - since
+        self.metrics.span("wait", since, clock(), peer=peer, step=self.metrics.steps)
 
     def _partner(self) -> tuple[int, str]:
         assert self.timetable.next is not None
@@ -200,7 +200,7 @@ class AsyncLane(Lane):
     def mix_only(self) -> None:
         """Let one gradient's time pass without a step, so that other workers can continue."""
         self.reach(self._virtual.time + 1.0)
-        self.meter.mix_only += 1
+        self.metrics.mix_only += 1
 
     def serve(self) -> bool:
         """Like `mix_only`, but only if it need not wait; return whether it was done."""
@@ -212,7 +212,7 @@ class AsyncLane(Lane):
             if not self.timetable.done_until(goal):
                 return False
             self._virtual.time, self.k = goal, round(goal)
-        self.meter.mix_only += 1
+        self.metrics.mix_only += 1
         return True
 
     # -- for collective calls ---------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class AsyncLane(Lane):
             self._adopt_loaded()
             return {
                 "algorithm": self.policy.name,
-                "steps": self.meter.steps,
+                "steps": self.metrics.steps,
                 "started": self.timetable.reached(),
                 "virtual": self.clock.time if isinstance(self.clock, VirtualClock) else 0.0,
                 "rounds": self.timetable.switched(),
@@ -296,7 +296,7 @@ class AsyncLane(Lane):
             )
         with self._lock:
             self.overwritten = False
-            self.meter.steps = state["steps"]
+            self.metrics.steps = state["steps"]
             self.state.load_state_dict(state)
             time = self.timetable.resume(state["started"], state["rounds"], live=self._thread is not None)
             if isinstance(self.clock, VirtualClock):

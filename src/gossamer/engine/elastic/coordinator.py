@@ -105,7 +105,7 @@ class ElasticCoordinator(Coordinator):
         def here() -> Attendee:
             me = self.members.me  # another one after this worker has joined again
             rounds = [lane.k for lane in elastic]
-            return Attendee(self.members.rank, me.incarnation, me.node, rounds, elastic[0].meter.steps, call)
+            return Attendee(self.members.rank, me.incarnation, me.node, rounds, elastic[0].metrics.steps, call)
 
         def while_parked() -> None:
             for lane in elastic:
@@ -136,7 +136,7 @@ class ElasticCoordinator(Coordinator):
         """Serve the state to workers that asked for it, and join again if the others continued without this worker."""
 
         def progress() -> Progress:
-            rounds, steps = [lane.k for lane in lanes], [lane.meter.steps for lane in lanes]
+            rounds, steps = [lane.k for lane in lanes], [lane.metrics.steps for lane in lanes]
             return Progress(rounds, steps, self.meetings.next, self.meetings.parked)
 
         self._transfer.between_steps(progress)

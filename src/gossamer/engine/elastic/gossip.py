@@ -60,7 +60,7 @@ class ElasticGossip(Gossip):
         """Like `Gossip.stats`, with the members, exchanges lost, the longest stall, and refused messages by sender."""
         links, stats = self.members.links, super().stats()
         refused = Counter(stats["refused_by_peer"]) + Counter(links.refusals)
-        why = next((lane.meter.last_refusal for lane in self.lanes if lane.meter.last_refusal), links.last_refusal)
+        why = next((lane.metrics.last_refusal for lane in self.lanes if lane.metrics.last_refusal), links.last_refusal)
         return {
             **stats,
             "epoch": self.members.record.epoch,
@@ -112,7 +112,7 @@ class ElasticGossip(Gossip):
         """Set the step count to the largest in the last meeting: this worker had missed an earlier one."""
         if self.met is not None:
             for lane in self.lanes:
-                lane.count_steps(max(lane.meter.steps, self.met.steps))
+                lane.count_steps(max(lane.metrics.steps, self.met.steps))
 
     def close(self) -> None:
         """Leave the job; the others continue without this worker. Every parameter gets its own storage again."""

@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 
-from gossamer.comm import Deadline, Exchange, Job, PeerError, Scratch, Stamp, clock
+from gossamer.comm import Deadline, ExchangeSteps, Job, PeerError, Scratch, Stamp, clock
 from gossamer.comm.tcp import TcpChannel
 from gossamer.engine.elastic.coordinator import ElasticCoordinator
 from gossamer.engine.elastic.meeting import Meeting, meeting_stamp
@@ -92,7 +92,7 @@ class ElasticLane(SyncLane):
         neighbors = {int(b if a == mine else a) for a, b in edges if mine in (a, b)}
         self._members.watch(ranks[i] for i in neighbors)
 
-    def _launch_job(self, k: int, bucket: int, program: Program, make: Callable[[Scratch], Exchange]) -> Job:
+    def _launch_job(self, k: int, bucket: int, program: Program, make: Callable[[Scratch], ExchangeSteps]) -> Job:
         peers = frozenset(p.peer for step in program for p in (*step.sends, *step.recvs))
         if self.meeting is not None:
             job = Job(self.meeting.number, bucket, make, stamp=meeting_stamp(peers))
@@ -122,7 +122,7 @@ class ElasticLane(SyncLane):
                     self.given_up += not (in_meeting or job.given_up)
                     self.channel.give_up(job)  # its thread ends it at the next check
                     deadline = Deadline(LOOK)
-            self.meter.waited_for(job, since, clock())
+            self.metrics.waited_for(job, since, clock())
         if job.error is None:
             return
         if in_meeting or not isinstance(job.error, PeerError):
@@ -150,7 +150,7 @@ class ElasticLane(SyncLane):
             self.finish()
             self.apply()
             self.launch(combine=False)
-            self.meter.mix_only += 1
+            self.metrics.mix_only += 1
 
     def convene(self, meeting: Meeting) -> None:
         """Go to the furthest round of the participants; from now on exact averages are over them."""
@@ -168,5 +168,5 @@ class ElasticLane(SyncLane):
     def continue_from(self, rounds: int, steps: int) -> None:
         """Continue from another worker's state, which is in the parameters already."""
         self.drop()
-        self.k, self.meter.steps = rounds, steps
+        self.k, self.metrics.steps = rounds, steps
         self._members.advance(self.index, rounds)
