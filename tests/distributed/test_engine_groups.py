@@ -106,6 +106,20 @@ def split_by_dtensor(rank):
         return found
 
 
+def started_apart(rank):
+    """Replicas that start from different parameters: all take those of the first replica."""
+    with process_group():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = whole_model()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(rank // 2)
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with gossamer.decentralize(model, optimizer, topology="ring", process_group=mesh["dp"], timeout=60):
+            return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+
+
 def without_group(rank):
     """The same without `process_group`: DTensors over workers that would gossip with each other."""
     with process_group():
@@ -148,6 +162,12 @@ def test_dtensors_gossip_between_replicas(pools):
     for rank, values in enumerate(found):
         for got, expected in zip(values, reference()[rank // 2], strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_sharded_replicas_start_from_the_first_one(pools):
+    for values in pools(4).run(started_apart):
+        for got, expected in zip(values, whole_model().parameters(), strict=True):
+            torch.testing.assert_close(got, expected.detach())
 
 
 def test_tensor_parallelism_without_a_group_is_refused(pools):

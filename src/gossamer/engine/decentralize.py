@@ -212,13 +212,12 @@ def _elastic(
 @torch.no_grad()
 def _broadcast(prepared: Prepared, transport: Transport) -> None:
     values = starting_values(prepared)
-    if not prepared.sharded:
+    if prepared.sharded:  # a shard comes from the worker of the first node that holds the same shard
+        count = len(values) - len(list(prepared.model.buffers()))
+        transport.broadcast(values[:count], tuple(zip(*prepared.layout.members, strict=True)))
+        transport.broadcast(values[count:])
+    else:
         transport.broadcast(values)
-        return
-    # A shard comes from the worker of the first node that holds the same shard.
-    count = len(values) - len(list(prepared.model.buffers()))
-    transport.broadcast(values[:count], tuple(zip(*prepared.layout.members, strict=True)))
-    transport.broadcast(values[count:])
     for flat in itertools.chain.from_iterable(prepared.flats):
         flat.unpack()
 
