@@ -106,7 +106,7 @@ def error_of(rank, *args, **kwargs):
 
 
 def test_an_exception_on_one_worker_ends_all_and_leaves_the_last_checkpoint(tmp_path, pools):
-    answers = pools(2).run(error_of, tmp_path, 50, fail=1, timeout=4)
+    answers = pools(2).run(error_of, tmp_path, 50, fail=1, timeout=30)
     assert answers[1][0] == "ZeroDivisionError"
     assert answers[0][0] is not None, "the other worker trained on without its neighbor"
     deadline = time.monotonic() + 60

@@ -5,6 +5,7 @@ import time
 import traceback
 import warnings
 from multiprocessing.connection import Pipe
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,30 +173,34 @@ def test_the_same_first_batch_everywhere_is_noticed_by_worker_0(pools):
 # A collective call that only one worker makes.
 
 
-def averaged_alone(rank, decentralize):
+def averaged_alone(rank, decentralize, flag):
     model = seeded(0, mlp)
     optimizer = sgd(model)
-    with decentralize(model, optimizer, timeout=2):
+    with decentralize(model, optimizer, timeout=6):
         pass
-    gossip = decentralize(model, optimizer, timeout=2)
+    gossip = decentralize(model, optimizer, timeout=6)
     try:
         for step in range(3):
             loss_of(model, rank, step).backward()
             optimizer.step()
         if rank == 0:
-            with gossip.averaged():
-                pass
-        time.sleep(3)
+            try:
+                with gossip.averaged():
+                    pass
+            finally:
+                Path(flag).touch()
+        while not Path(flag).exists():  # alive, and not in any call, until worker 0 is done
+            time.sleep(0.05)
     finally:
         gossip.__exit__(RuntimeError, None, None)
 
 
-def test_averaged_on_one_worker_only(pools):
-    errors = pools(3).run(error_of, averaged_alone)
+def test_averaged_on_one_worker_only(pools, tmp_path):
+    errors = pools(3).run(error_of, averaged_alone, str(tmp_path / "done"))
     assert errors[1:] == [None, None]
     kind, said = errors[0]
     assert kind == "PeerError"
-    assert "worker 0 is in averaged() but worker(s) 1, 2 did not call it within 2 s" in said
+    assert "worker 0 is in averaged() but worker(s) 1, 2 did not call it within 6 s" in said
     assert "make it on every worker" in said
 
 
