@@ -79,12 +79,12 @@ class FlatTask:
 def small_translate(task: Any) -> Any:
     """A transformer with one layer on either side, width 64."""
     from gossamer.recipes.data.text import PAD
-    from gossamer.recipes.models.transformer import Size, Transformer
+    from gossamer.recipes.models.transformer import Transformer, TransformerSize
     from gossamer.recipes.task import seeded
 
     def model(seed: int) -> nn.Module:
         with seeded(seed):
-            return Transformer(task._subwords.size, Size(1, 64, 4, 256), norm="pre", dropout=0.0, pad=PAD)
+            return Transformer(task._subwords.size, TransformerSize(1, 64, 4, 256), norm="pre", dropout=0.0, pad=PAD)
 
     return model
 
@@ -155,7 +155,7 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 _SAID = {"method", "seed", "lr", "steps", "per_node", "betas", "accumulate", "betas_per", "exact_inside"}
-_SAID |= {"momentum", "average_every", "schedule", "warmup", "clip", "options"}
+_SAID |= {"optimizer", "discount", "momentum", "average_every", "schedule", "warmup", "clip", "options"}
 
 
 def _less_data(value: Any) -> Any:

@@ -112,6 +112,10 @@ def test_optimizers_and_gossip_of_a_method():
     assert type(made("ddp")) is torch.optim.Adam
     assert type(made("dadam:aer", weight_decay=0.1)) is torch.optim.AdamW
     assert made("dsgd:ring", momentum=0.5).param_groups[0]["momentum"] == 0.5
+    same = made("ddp", optimizer="gossipadam", discount=2)
+    assert type(same) is gossamer.GossipAdam
+    assert same.kappa(same.param_groups[0]) == 2
+    assert learning_rate(parse("ddp"), RunConfig(task="x", optimizer="sgd")) == 0.05
     accum = made("accumadam:aer", accumulate=7, betas_per="accumulation", lr=0.3)
     assert {"accumulate": 7, "betas_per": "accumulation", "lr": 0.3}.items() <= accum.param_groups[0].items()
     assert learning_rate(parse("dsgd:ring"), RunConfig(task="x", lr=0.7)) == 0.7

@@ -228,6 +228,27 @@ class Gossip:
 
     # -- local calls ------------------------------------------------------------------------------------------
 
+    @property
+    def replicas(self) -> int:
+        """Replicas whose parameters are mixed: the workers, or the nodes with exact averaging inside a node."""
+        return self.lanes[0].schedule.topology.n
+
+    def clip_grad_norm_(
+        self, max_norm: float, *, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        """Clip the norm of all gradients of this worker's model at `max_norm` times √replicas; returns the norm. Local.
+
+        `max_norm` is the threshold for all-reduce. The norm of a local gradient is up to √replicas times that of the
+        averaged gradient, so `torch.nn.utils.clip_grad_norm_` with the same threshold would clip nearly every step.
+        Call it where you call torch's: before `optimizer.step()`, and after `GradScaler.unscale_()`.
+        """
+        return nn.utils.clip_grad_norm_(
+            self.model.parameters(),
+            max_norm * self.replicas**0.5,
+            error_if_nonfinite=error_if_nonfinite,
+            foreach=foreach,
+        )
+
     def stats(self) -> dict[str, Any]:
         """Steps, rounds, bytes sent, and seconds waited by peer and by link, summed over the lanes. Local.
 

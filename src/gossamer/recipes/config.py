@@ -42,6 +42,8 @@ class RunConfig(BaseModel):
     """Learning-rate schedule after the warm-up."""
     warmup: Whole | None = None
     """Steps of linear warm-up. By default a twentieth of all steps."""
+    optimizer: Literal["adam", "gossipadam", "accumadam", "sgd"] | None = None
+    """The optimizer, for example to give ddp the same one as gossip. By default the method's own."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.98)
     """Decay rates of the moments of Adam, GossipAdam and AccumAdam, separated by a comma."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -59,7 +61,7 @@ class RunConfig(BaseModel):
     micro_batches: Count = 1
     """Batches whose gradients are averaged before each step."""
     clip: Annotated[float, Field(ge=0)] = 1.0
-    """Largest global gradient norm; 0 disables clipping."""
+    """Largest global gradient norm under all-reduce; gossip clips at sqrt(replicas) times it. 0 disables clipping."""
     amp: bool = False
     """Use bfloat16 in forward and backward; parameters and optimizer stay in fp32."""
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.0

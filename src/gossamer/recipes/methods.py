@@ -32,20 +32,26 @@ class Method(Protocol):
     def wire(self) -> str: ...
 
 
+def optimizer_name(method: Method, config: RunConfig) -> str:
+    """Return the optimizer of the run: the configured one, or the method's own."""
+    return config.optimizer or method.optimizer
+
+
 def learning_rate(method: Method, config: RunConfig) -> float:
     """Return the peak learning rate of the run."""
-    return DEFAULT_LR[method.optimizer] if config.lr is None else config.lr
+    return DEFAULT_LR[optimizer_name(method, config)] if config.lr is None else config.lr
 
 
 def make_optimizer(method: Method, parameters: Iterable[nn.Parameter], config: RunConfig) -> torch.optim.Optimizer:
     """Make the optimizer of a method."""
+    name = optimizer_name(method, config)
     lr, decay = learning_rate(method, config), config.weight_decay
-    if method.optimizer == "sgd":
+    if name == "sgd":
         return torch.optim.SGD(parameters, lr=lr, momentum=config.momentum, weight_decay=decay)
     settings: dict[str, Any] = {"lr": lr, "betas": config.betas, "eps": config.eps, "weight_decay": decay}
-    if method.optimizer == "adam":
+    if name == "adam":
         return (torch.optim.AdamW if decay else torch.optim.Adam)(parameters, **settings)
-    if method.optimizer == "gossipadam":
+    if name == "gossipadam":
         corrected = gossamer.GossipAdamW if decay else gossamer.GossipAdam
         return corrected(parameters, discount=config.discount, **settings)
     kind = gossamer.AccumAdamW if decay else gossamer.AccumAdam

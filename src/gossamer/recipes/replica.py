@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import gossamer
 from gossamer.recipes.config import RunConfig
 from gossamer.recipes.methods import Method, make_optimizer, make_scheduler
 from gossamer.recipes.task import Batches, Task
@@ -27,10 +28,13 @@ class Replica:
     random: list[Tensor]  # the generator state of each member
     workers: int  # of the whole run
     ema: AveragedModel | None
+    gossip: gossamer.Gossip | None = None
 
     def step(self, clip: float) -> None:
-        """Clip the gradient and take one optimizer step."""
-        if clip:
+        """Clip the gradient at `clip`, the threshold for all-reduce, and take one optimizer step."""
+        if clip and self.gossip is not None:
+            self.gossip.clip_grad_norm_(clip)
+        elif clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         self.optimizer.step()
         self.scheduler.step()

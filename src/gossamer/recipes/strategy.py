@@ -193,6 +193,7 @@ class GossipStrategy(Strategy):
             self._inside = reduced_bytes(replica.model, here)
         settings = gossip_settings(method, config)
         self.gossip = gossamer.decentralize(replica.forward, replica.optimizer, trace=trace, **settings)
+        replica.gossip = self.gossip
         super().__init__([replica], [rank], config.workers, self.gossip)
 
     def averaged(self) -> AbstractContextManager[nn.Module]:
@@ -302,7 +303,9 @@ class VirtualStrategy(Strategy):
             per_node = [1] * len(groups) if config.exact_inside else config.per_node
             self.cluster = gossamer.VirtualCluster(per_node=per_node)
             models, optimizers = [r.model for r in replicas], [r.optimizer for r in replicas]
-            self.cluster.decentralize(models, optimizers, **gossip_settings(method, config))
+            gossips = self.cluster.decentralize(models, optimizers, **gossip_settings(method, config))
+            for replica, gossip in zip(replicas, gossips, strict=True):
+                replica.gossip = gossip
         super().__init__(replicas, range(len(groups)), len(groups), self.cluster)
 
     @contextmanager

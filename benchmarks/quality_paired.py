@@ -1,0 +1,171 @@
+"""Gossip against all-reduce at all-reduce's own learning rate, paired by seed: the records `quality-paired-*`.
+
+    python benchmarks/quality_paired.py translate --data ../shared/data/multi30k \\
+        --record benchmarks/records/quality-paired-translate
+
+The rate is the best one that all-reduce with Adam had in the record `quality-*` of the same task, on seed 0. Seeds 5 to
+9 were in no earlier choice of a rate, a form or a setting. A seed fixes weights and data order, so the difference to
+all-reduce is taken seed by seed. Runs are files in --runs; a study that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import statistics
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import quality_tables as tables
+from gossamer.report.record import environment, write_record
+from quality import FASHION, INSIDE
+from quality_runs import run_once
+
+SEEDS = (5, 6, 7, 8, 9)
+T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+Settings = dict[str, dict[str, Any]]
+
+
+def corrected(discount: float, **values: Any) -> dict[str, Any]:
+    return {"method": "gossipadam:aer", "discount": discount, **values}
+
+
+def control(discount: float) -> dict[str, Any]:
+    """All-reduce with GossipAdam: one replica, so that only the discount is left of the correction."""
+    return {"method": "ddp", "optimizer": "gossipadam", "discount": discount}
+
+
+BASE = "all-reduce, Adam"
+SETTINGS: Settings = {
+    BASE: {"method": "ddp"},
+    "gossipadam:aer, discount 2": corrected(2),
+    "gossipadam:aer, discount 1": corrected(1),
+    "gossipadam:aer, discount 4": corrected(4),
+    "gossipadam:aer inside, discount 2": corrected(2, **INSIDE),
+    "all-reduce, GossipAdam, discount 2": control(2),
+    "dadam:aer": {"method": "dadam:aer"},
+    "all-reduce, GossipAdam, discount 4": control(4),
+    "gossipadam:aer inside, discount 4": corrected(4, **INSIDE),
+    "gossipadam:aer inside, discount 1": corrected(1, **INSIDE),
+    "gossipadam:aer, discount 2, clipped as all-reduce": corrected(2, clip=0.25),
+    "gossipadam:aer, discount 2, not clipped": corrected(2, clip=0.0),
+}
+SAME = {  # the control of each setting
+    "gossipadam:aer, discount 1": BASE,
+    "gossipadam:aer inside, discount 1": BASE,
+    **{f"gossipadam:aer{where}, discount {d}": f"all-reduce, GossipAdam, discount {d}"
+       for where in ("", " inside") for d in (2, 4)},
+}  # fmt: skip
+
+
+def study(args: argparse.Namespace) -> tuple[dict[str, Any], float, str]:
+    """The configuration that all settings share, all-reduce's rate, and the metric beside the loss."""
+    if args.study == "translate":
+        options: dict[str, Any] = {"data": args.data, "test": "test_2016_flickr", "batch": 96, "max_length": 40}
+        options |= {"vocabulary": 1000, "same_shape": True, "beams": 1, "evaluate_on": 64}
+        return {"task": "translate", "options": options, "steps": args.steps or 400}, 8e-3, "bleu"
+    if args.study == "lm":
+        return {"task": "lm", "options": {"context": 32, "batch": 2}, "steps": args.steps or 200}, 16e-3, "loss"
+    options = {"data": args.data or FASHION, "width": 8, "norm": "group", "batch": 32}
+    return {"task": "vision", "options": options, "steps": args.steps or 200}, 8e-3, "accuracy"
+
+
+def perform(args: argparse.Namespace, folder: Path) -> tables.Found:
+    """All runs, seed by seed, so that a study that was stopped compares its settings on the same seeds."""
+    shared, best, _ = study(args)
+    rate = args.lr or best
+    base = {"per_node": [4] * 4, "eval_every": shared["steps"] // 4, **shared, "lr": rate}
+    chosen = {n: v for n, v in SETTINGS.items() if re.search(args.only, n)}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
+    for seed in args.seeds:
+        for name, values in chosen.items():
+            file = folder / re.sub(r"[^a-z0-9.=]+", "-", name.lower()) / f"lr-{rate:g}-seed-{seed}.json"
+            if args.finished and not file.exists():
+                continue
+            made = run_once({**base, **values, "seed": seed}, file)
+            runs[name].append(made)
+            print(name, "seed", seed, made.get("final") or made["diverged"], made["cpu_seconds"], "s", flush=True)
+    return {name: {"lr": rate, "trials": {}, "runs": made} for name, made in runs.items() if made}
+
+
+def differences(found: tables.Found, name: str, base: str, key: str = "loss") -> list[float]:
+    """By seed, the setting's result minus that of `base`."""
+    theirs = (
+        {r["config"]["seed"]: r["final"][key] for r in found[base]["runs"] if "final" in r} if base in found else {}
+    )
+    ours = {r["config"]["seed"]: r["final"][key] for r in found[name]["runs"] if "final" in r}
+    return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+
+
+def interval(values: list[float], digits: int = 3) -> str:
+    """Mean and 95 % interval of the mean, by Student's t."""
+    if len(values) < 2:
+        return ""
+    mean, half = statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values)) * T95[len(values) - 1]
+    return f"{mean:+.{digits}f} [{mean - half:+.{digits}f}, {mean + half:+.{digits}f}]"
+
+
+def table(found: tables.Found, metric: str) -> str:
+    first = next(iter(found.values()))["runs"][0]
+    config = first["config"]
+    options = ", ".join(f"{k} {v}" for k, v in config["options"].items() if k != "data")
+    seeds = sorted({r["config"]["seed"] for got in found.values() for r in got["runs"]})
+    extra = metric != "loss"
+    head = ["setting", *([metric] if extra else []), "loss"]
+    head += ["minus all-reduce with Adam", "minus all-reduce with the same optimizer"]
+    lines = [
+        f"{sum(config['per_node'])} virtual workers on nodes of {config['per_node'][0]}, {config['steps']} steps, "
+        f"{first['parameters']:,} parameters, betas {list(config['betas'])}, {config['schedule']} schedule, {options}. "
+        f"Every setting at learning rate {config['lr']:g}; gradients clipped at norm {config['clip']:g} under "
+        "all-reduce, and at √replicas times that by gossip. `inside`: gradients averaged exactly inside a node. Loss "
+        "and metric are those of the averaged model at the end: mean ± standard deviation. Differences of the loss are "
+        f"paired by seed: mean [95 % interval by Student's t]. Seeds {', '.join(map(str, seeds))}, none of which was "
+        "used to choose a rate, the form of the correction, or another setting.",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+    ]
+    for name, got in found.items():
+        values = tables._finals(got, "loss")
+        if not values:
+            lines.append(f"| {name} | diverged |")
+            continue
+        row = [f"{name} ({len(values)} seeds)"]
+        row += [tables.figure_of(tables._finals(got, metric), tables.DIGITS[metric])] if extra else []
+        row += [tables.figure_of(values, 3), interval(differences(found, name, BASE)) if name != BASE else ""]
+        row += [interval(differences(found, name, SAME[name])) if name in SAME else ""]
+        lines.append("| " + " | ".join(row) + " |")
+    lines += ["", "| loss by seed | " + " | ".join(map(str, seeds)) + " |", "|---|" + "---|" * len(seeds)]
+    for name, got in found.items():
+        by = {r["config"]["seed"]: r["final"]["loss"] for r in got["runs"] if "final" in r}
+        lines.append(f"| {name} | " + " | ".join(f"{by[s]:.3f}" if s in by else "" for s in seeds) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=("translate", "lm", "vision"))
+    parser.add_argument("--data", help="for translate: the folder of Multi30k; for vision: Fashion-MNIST's")
+    parser.add_argument("--steps", type=int, help="of a run")
+    parser.add_argument("--lr", type=float, help="all-reduce's rate (default: that of its record)")
+    parser.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",")], default=SEEDS)
+    parser.add_argument("--only", default="", help="a regular expression: the settings to run")
+    parser.add_argument("--finished", action="store_true", help="run nothing: the record of what is there")
+    parser.add_argument("--runs", type=Path, help="the folder of the runs (default runs/quality-paired-STUDY)")
+    parser.add_argument("--record", type=Path, help="write a record to this folder")
+    args = parser.parse_args(argv)
+    warnings.simplefilter("ignore")  # vmap's remarks about attention
+    machine = environment()
+    found = perform(args, args.runs or Path("runs") / f"quality-paired-{args.study}")
+    summary = table(found, study(args)[2])
+    if args.record:
+        write_record(args.record, data={"results": tables.compact(found)}, summary=summary, environment=machine)
+    print(summary)
+
+
+if __name__ == "__main__":
+    main()
