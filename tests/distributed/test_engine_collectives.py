@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -131,3 +133,64 @@ def test_the_first_average_opens_no_store_connection_for_each_peer(pools):
     for opened, later in pools(5).run(real, connections)[1:]:
         assert opened <= 2  # one more client of the store
         assert later - opened <= 4 + 2
+
+
+def load_foreign_state(rank, decentralize):
+    model = seeded(0, mlp)
+    gossip = decentralize(model, sgd(model))
+    state = gossip.state_dict()
+    given = {**state, "topology": "star"} if rank == 1 else state
+    refused = caught(lambda: gossip.load_state_dict(given))
+    gossip.load_state_dict(state)
+    gossip.close()
+    return refused
+
+
+def test_a_state_that_one_worker_cannot_load_is_refused_by_all(pools):
+    results = pools(3).run(real, load_foreign_state)
+    assert [kind for kind, _ in results] == ["InputError"] * 3
+    assert "topology 'star'" in results[1][1]
+    assert all("worker(s) 1 cannot load the state" in said for _, said in (results[0], results[2]))
+
+
+def nest(rank, decentralize):
+    model = seeded(rank, mlp)
+    gossip = decentralize(model, sgd(model), broadcast=False)
+    before = vector(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no step was taken, and nothing was trained unseen
+        with gossip.averaged():
+            distance = gossip.consensus_distance()
+            with gossip.averaged():
+                pass
+            inside = gossip.in_meeting
+            kind, said = caught(gossip.close)
+    restored = torch.equal(before, vector(model))
+    gossip.close()
+    gossip.close()
+    return distance, inside, gossip.in_meeting, kind, said, restored
+
+
+def test_averaged_blocks_nest_and_refuse_close(pools):
+    for distance, inside, after, kind, said, restored in pools(2).run(real, nest):
+        assert distance < 1e-6
+        assert inside
+        assert not after
+        assert kind == "GossamerError"
+        assert "leave the block first" in said
+        assert restored
+
+
+def endless(rank, decentralize, timeout):
+    model = seeded(0, mlp)
+    optimizer = sgd(model)
+    with decentralize(model, optimizer, timeout=timeout) as gossip:
+        for step in range(2):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        return gossip.consensus_distance()
+
+
+@pytest.mark.parametrize("timeout", [1e10, timedelta.max])
+def test_a_timeout_may_be_as_long_as_forever(pools, timeout):
+    assert len(pools(2).run(real, endless, timeout)) == 2

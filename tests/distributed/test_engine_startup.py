@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from workers import QUICK_NAMES, decentralize, error_of, loss_of, mlp, process_group, real, seeded, vector
 
@@ -59,6 +60,13 @@ def start(rank, decentralize, kind):
         settings["parameters"] = (lambda name, _: name != "0.bias") if odd else None
     elif kind == "bad setting":
         settings["wire"] = "fp8" if odd else "fp32"
+    elif kind == "no text":
+        settings["wire"] = ["bf16"] if odd else "fp32"
+    elif kind == "broadcast":
+        settings["broadcast"] = not odd
+    elif kind == "group":
+        everyone = dist.new_group(range(3))
+        settings["process_group"] = everyone if odd else None
     elif kind == "crash":
         settings["parameters"] = fussy if odd else None
     optimizer = sgd(model)
@@ -68,6 +76,10 @@ def start(rank, decentralize, kind):
         optimizer = torch.optim.SGD([*model.parameters(), *(mlp().parameters() if odd else ())], lr=0.1)
     elif kind == "two lanes":
         optimizer = [sgd(model[0]), sgd(model[2])] if odd else optimizer
+    elif kind == "no optimizer":
+        optimizer = None if odd else optimizer
+    elif kind == "swapped":
+        model, optimizer = (optimizer, model) if odd else (model, optimizer)
     decentralize(model, optimizer, **settings)
 
 
@@ -84,6 +96,11 @@ def start(rank, decentralize, kind):
         ("wire", 'settings.wire: worker 0 has "fp32", worker 1 has "bf16"'),
         ("filter", '"0.bias"'),
         ("bad setting", "worker 1: unknown wire 'fp8'; choose one of fp32, bf16, fp16, int8"),
+        ("no text", "worker 1: unknown wire ['bf16']; choose one of fp32, bf16, fp16, int8"),
+        ("broadcast", "workers disagree on broadcast: worker 0 has true, worker 1 has false"),
+        ("group", "workers disagree on process_group"),
+        ("no optimizer", "worker 1: decentralize() takes a torch optimizer or a list of them, got NoneType"),
+        ("swapped", "worker 1: decentralize() takes a model and its optimizer, got SGD as the model"),
         ("crash", "worker 1: KeyError: 'no such layer'"),
         ("lbfgs", "worker 1: LBFGS"),
         ("foreign", "worker 1: optimizer 0 (SGD) holds a parameter of shape (8, 6) that is not the model's"),

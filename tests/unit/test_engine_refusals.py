@@ -137,3 +137,34 @@ def test_a_neighbor_guard_accepts_changes_of_a_bucket_that_is_zero():
             optimizer.step()
     assert gossips[0].stats()["refused_by_peer"] == {}
     assert models[0].weight.eq(1.0).all()
+
+
+def test_close_inside_averaged_is_refused():
+    cluster, _, models, _ = start()
+    before = models[1].weight.clone()
+    with cluster.averaged(), pytest.raises(GossamerError, match="leave the block first"):
+        cluster.close()
+    assert torch.equal(models[1].weight, before)
+    cluster.close()
+
+
+def test_a_virtual_cluster_without_workers_says_so():
+    with pytest.raises(InputError, match=r"call its decentralize\(\) first"):
+        gossamer.VirtualCluster(2).consensus_distance()
+
+
+def test_virtual_workers_are_not_elastic():
+    with pytest.raises(InputError, match="leave on_failure out"):
+        start(on_failure="continue")
+
+
+def test_two_guards_of_one_kind_are_refused():
+    guards = [gossamer.ConsensusGuard(), gossamer.ConsensusGuard(max_ratio=0.1)]
+    with pytest.raises(InputError, match="two policies of one kind"):
+        start(guard=guards)
+
+
+def test_a_misspelled_on_failure_is_named_even_without_a_process_group():
+    model = nn.Linear(2, 2)
+    with pytest.raises(InputError, match="on_failure must be one of raise, continue, got 'contine'"):
+        gossamer.decentralize(model, torch.optim.SGD(model.parameters(), lr=0.1), on_failure="contine")

@@ -35,6 +35,13 @@ class WorkerGroup:
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def name(self) -> str:
+        """The group's name in torch, the same on all of its workers."""
+        group = dist.group.WORLD if self.group is None else self.group
+        assert group is not None
+        return str(group.group_name)
+
 
 def worker_group(given: ProcessGroup | DeviceMesh | None) -> WorkerGroup:
     """The workers of a process group or of a one-dimensional mesh; of the default process group if there is none."""

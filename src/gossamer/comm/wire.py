@@ -139,6 +139,6 @@ WIRES: dict[str, Wire] = {
 
 def wire_named(name: str) -> Wire:
     """The wire format called `name`."""
-    if name not in WIRES:
+    if not isinstance(name, str) or name not in WIRES:
         raise InputError(f"unknown wire {name!r}; choose one of {', '.join(WIRES)}")
     return WIRES[name]

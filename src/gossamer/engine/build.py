@@ -38,11 +38,17 @@ def prepare(
 ) -> Prepared:
     """Validate, choose the topology for what the workers hold, lay out the parameters. Local. `ranks` are the workers'
     ranks in the default process group."""
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"decentralize() takes a model and its optimizer, got {type(model).__name__} as the model; pass a module"
+        )
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     for o in optimizers:
         if not isinstance(o, Optimizer):
             raise InputError(f"decentralize() takes a torch optimizer or a list of them, got {type(o).__name__}")
         _refuse_unfit(o)
+    if settings.elastic is not None and any(p.device.type != "cpu" for p in model.parameters()):
+        raise InputError("on_failure='continue' works on CPU only so far; use on_failure='raise' on other devices")
     if not optimizers:
         raise InputError("decentralize() needs at least one optimizer, got an empty list")
     schedule, bare = _schedule(model, topology, settings, layout, rank, ranks)

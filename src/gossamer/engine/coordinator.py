@@ -1,8 +1,8 @@
 """What differs between kinds of jobs: how the workers meet, and what a worker does when it has to wait for others.
 
 A lane and a handle are given one coordinator. A static job has `StaticCoordinator` (below): its workers are fixed and
-meet at a round barrier. An elastic job is a coordinator itself (`engine/elastic/job.py`), and so are virtual workers,
-which share one thread (`engine/virtual.py`).
+meet at a round barrier. An elastic job has `ElasticCoordinator` (`engine/elastic/coordinator.py`), and virtual workers,
+which share one thread, have another (`engine/virtual.py`).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +37,7 @@ from gossamer.comm import (
 from gossamer.engine.build import open_gossip, open_lanes, prepare
 from gossamer.engine.consistency import agree, describe
 from gossamer.engine.coordinator import StaticCoordinator
-from gossamer.engine.elastic import ElasticCoordinator, ElasticGossip, ElasticLane, rendezvous
+from gossamer.engine.elastic import ElasticCoordinator, ElasticGossip, ElasticLane
 from gossamer.engine.flat import is_sharded
 from gossamer.engine.gossip import Gossip
 from gossamer.engine.module_hooks import watch_first_batch
@@ -133,7 +134,7 @@ def decentralize(
             buffers=buffers,
             timeout=timeout,
         )
-    except InputError as error:  # the other workers must hear of it first
+    except Exception as error:  # the other workers must hear of it first
         cause = error
     elastic = on_failure == "continue" or isinstance(on_failure, Continue)
     wait = settings.timeout if settings is not None else 1800.0
@@ -145,9 +146,12 @@ def decentralize(
                 "out, or use on_failure='raise'"
             )
         rank, size = rank_and_size(without_group=True)
-        start = rendezvous(model, optimizer, rank, size, wait)
+        start = Rendezvous(rank, size, len(optimizer) if isinstance(optimizer, Sequence) else 1, wait)
     else:
-        workers = worker_group(process_group)
+        try:
+            workers = worker_group(process_group)
+        except InputError as error:
+            raise cause or error from None
         rank, size = workers.rank, workers.size
         store = PrefixStore(_prefix(workers.ranks), default_store())
         start = _transport(model, store, workers, wait)
@@ -162,21 +166,28 @@ def decentralize(
         prepared = prepare(model, optimizer, topology, settings, parameters, layout, rank, ranks)
         writer = _writer(trace, rank, layout)
         said = describe(prepared)
+        if not elastic:  # a replacement in an elastic job need not start as the founders did
+            said |= {"process_group": workers.name, "broadcast": broadcast}
     except Exception as error:  # the other workers must hear of it, whatever it is
         said = {"error": str(error) if isinstance(error, GossamerError) else f"{type(error).__name__}: {error}"}
         cause = error
     if isinstance(start, Rendezvous):
         return _elastic(start, prepared, topology, json.dumps(said), cause, writer, broadcast)
     transport = start
-    agree(transport.share("description", json.dumps(said)), cause)
-    assert prepared is not None
-    assert settings is not None
-    if broadcast and size > 1:
-        _broadcast(prepared, transport)
-    policy = settings.algorithm
-    events = isinstance(policy, Asynchronous) and policy.clock == "wall"
-    coordinator = StaticCoordinator(RoundBarrier(store, transport, settings.timeout), events=events)
-    gossip = open_gossip(prepared, transport, coordinator, writer)
+    with ExitStack() as on_error:
+        on_error.callback(transport.close)
+        if writer is not None:
+            on_error.callback(writer.close)
+        agree(transport.share("description", json.dumps(said)), cause)
+        assert prepared is not None
+        assert settings is not None
+        if broadcast and size > 1:
+            _broadcast(prepared, transport)
+        policy = settings.algorithm
+        events = isinstance(policy, Asynchronous) and policy.clock == "wall"
+        coordinator = StaticCoordinator(RoundBarrier(store, transport, settings.timeout), events=events)
+        gossip = open_gossip(prepared, transport, coordinator, writer)
+        on_error.pop_all()
     if size > 1:
         for undo in watch_first_batch(model, prepared.optimizers[0], store, rank, size):
             gossip.on_stop(undo)
@@ -248,7 +259,7 @@ def _prefix(ranks: tuple[int, ...]) -> str:
 
 
 def _transport(model: nn.Module, store: Any, workers: WorkerGroup, timeout: float) -> Transport:
-    if any(p.device.type == "cuda" for p in model.parameters()):
+    if isinstance(model, nn.Module) and any(p.device.type == "cuda" for p in model.parameters()):
         from gossamer.comm.nccl import NcclTransport
 
         return NcclTransport(store, workers, timeout)

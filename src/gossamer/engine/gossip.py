@@ -53,7 +53,6 @@ class Gossip:
         self._writer = writer
         self._shards = prepared.shard[1]  # over how many workers of a node one replica is spread
         self._open = True
-        self._averaging = False  # inside averaged()
         self._shared = 0  # calls of share()
         self._undo: list[Callable[[], None]] = []
         for lane in lanes:
@@ -73,11 +72,9 @@ class Gossip:
         buffers are the mean and integer buffers the maximum. After the block everything is restored bit by bit.
         """
         restore = self._collectively("averaged()", self._enter_average)
-        self._averaging = True
         try:
             yield self.model
         finally:
-            self._averaging = False
             restore()
 
     def consensus_distance(self, *, exact: bool = True) -> float:
@@ -112,8 +109,22 @@ class Gossip:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken; load the model's and the optimizer's state first. Collective."""
-        self._check_state(state)
+        problem: InputError | None = None
+        try:
+            self._check_state(state)
+        except InputError as error:  # the other workers must hear of it first
+            problem = error
         with self._together("load_state_dict()"):
+            flags = torch.zeros(self.control.layout.n)
+            flags[self.control.place] = problem is not None
+            refusing = self._run(self.control.average(flags)).nonzero().flatten().tolist()
+            if problem is not None:
+                raise problem
+            if refusing:
+                raise InputError(
+                    f"worker(s) {', '.join(map(str, refusing))} cannot load the state given there, so no worker loads; "
+                    "pass to every worker the state that was saved for it"
+                )
             self._load(state)
 
     def reset(self) -> None:
@@ -130,7 +141,7 @@ class Gossip:
     @property
     def in_meeting(self) -> bool:
         """Whether this worker is inside `averaged()`, so that calls there belong to the same meeting."""
-        return self._averaging
+        return self.lanes[0].averaged > 0
 
     @property
     def steps(self) -> list[int]:
@@ -186,6 +197,7 @@ class Gossip:
     def close(self) -> None:
         """Bring all workers to one round, stop gossip, and give every parameter its own storage again. Collective."""
         if self._open:
+            self._refuse_in_average("close()")
             try:
                 with self._together("close()"):
                     for lane in self.lanes:
@@ -284,6 +296,13 @@ class Gossip:
         for lane in self.lanes:
             if not lane.averaged:  # the end of an averaged() block restores the parameters
                 lane.overwritten = True
+
+    def _refuse_in_average(self, call: str) -> None:
+        if self.in_meeting:
+            raise GossamerError(
+                f"{call} inside `with gossip.averaged()`: the end of the block restores the parameters, which gossip "
+                "must still hold then; leave the block first"
+            )
 
     @contextmanager
     def _together(self, call: str) -> Iterator[None]:

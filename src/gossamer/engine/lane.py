@@ -166,7 +166,7 @@ class Lane:
 
     def trained_unseen(self) -> bool:
         """Whether the parameters changed without a step of the optimizer, and without a `load_state_dict()`."""
-        if self.metrics.steps or self.overwritten or self.k or self._fingerprint() == self._start:
+        if self.metrics.steps or self.overwritten or self.averaged or self.k or self._fingerprint() == self._start:
             return False
         self._start = self._fingerprint()
         return True

@@ -27,6 +27,7 @@ Filter = Callable[[str, nn.Parameter], bool]
 """`f(name, parameter)`: whether the parameter is mixed."""
 Seconds = timedelta | float
 """A duration: a `timedelta`, or a number of seconds."""
+LONGEST = timedelta(days=3650).total_seconds()  # torch's waits end at once if their nanoseconds overflow 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,11 +307,11 @@ class Settings:
 
 
 def seconds(name: str, value: Seconds) -> float:
-    """A duration in seconds; `InputError` unless it is positive and finite."""
+    """A duration in seconds, at most `LONGEST`; `InputError` unless it is positive and finite."""
     amount = value.total_seconds() if isinstance(value, timedelta) else value
     if not _is_number(amount) or not 0 < amount < math.inf:
         raise InputError(f"{name} must be a positive duration (seconds or a timedelta), got {value!r}")
-    return float(amount)
+    return min(float(amount), LONGEST)
 
 
 def _algorithm(given: AlgorithmName | Algorithm) -> Algorithm:
@@ -338,6 +339,8 @@ def _guards(given: Guards) -> tuple[Guard, ...]:
             f"guard must be a ConsensusGuard, a NeighborGuard or a list of both, got {given!r}; pass "
             "ConsensusGuard(max_ratio=0.05)"
         )
+    if len({type(g) for g in guards}) < len(guards):
+        raise InputError(f"guard has two policies of one kind, of which one would be ignored: {given!r}; pass one")
     return guards
 
 

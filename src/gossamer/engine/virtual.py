@@ -74,6 +74,8 @@ class VirtualCluster:
                 f"{len(optimizers)}"
             )
         policy = Settings.of(**settings)
+        if policy.elastic is not None:
+            raise InputError("virtual workers share one process and cannot die one by one; leave on_failure out")
         if isinstance(policy.algorithm, Asynchronous):  # a single thread has no wall time of its own
             policy = replace(policy, algorithm=replace(policy.algorithm, clock="virtual"))
         workers = [
@@ -111,6 +113,8 @@ class VirtualCluster:
 
     def catch_up(self) -> None:
         """Bring every worker to the round of the furthest one by mix-only rounds, as a collective call does."""
+        if not self.gossips:
+            raise InputError("this VirtualCluster has no workers yet; call its decentralize() first")
         for index in range(len(self.gossips[0].lanes)):
             clocks = self._coordinator.events_of(index)
             if clocks:  # both sides of an event perform it at once: only clocks can be behind
@@ -207,6 +211,8 @@ class VirtualCluster:
 
     def close(self) -> None:
         """Stop gossip on every worker; the cluster can be used again."""
+        for gossip in self.gossips:
+            gossip._refuse_in_average("close()")
         for gossip in self.gossips:
             gossip._stop(drain=0.0)
         self.gossips = []

@@ -1,7 +1,7 @@
 """Elastic jobs (`on_failure="continue"`): members may die, leave, join and be replaced."""
 
-from gossamer.engine.elastic.coordinator import ElasticCoordinator, rendezvous
+from gossamer.engine.elastic.coordinator import ElasticCoordinator
 from gossamer.engine.elastic.gossip import ElasticGossip
 from gossamer.engine.elastic.lane import ElasticLane
 
-__all__ = ["ElasticCoordinator", "ElasticGossip", "ElasticLane", "rendezvous"]
+__all__ = ["ElasticCoordinator", "ElasticGossip", "ElasticLane"]

@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
-from torch.optim import Optimizer
-
 from gossamer.comm import Deadline, PeerError, layout_of
-from gossamer.comm.tcp import Arrival, Membership, Record, Rendezvous, TcpTransport, Unreachable, digest
+from gossamer.comm.tcp import Arrival, Membership, Record, TcpTransport, Unreachable, digest
 from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.elastic.meeting import Attendee, Meetings
 from gossamer.engine.elastic.state_transfer import Progress, StateTransfer
-from gossamer.errors import GossamerError, InputError
+from gossamer.errors import GossamerError
 from gossamer.topology.replan import replanned
 from gossamer.topology.schedule import Schedule
 
@@ -46,15 +43,6 @@ class Plans:
             topology = replanned(self._spec, self._founding.topology, ranks, layout_of(nodes))
             self._made[ranks, nodes] = replace(self._founding, topology=topology, ranks=ranks)
         return self._made[ranks, nodes]
-
-
-def rendezvous(
-    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], rank: int, size: int, timeout: float
-) -> Rendezvous:
-    """Connect to the directory and open a port for the other workers."""
-    if any(p.device.type != "cpu" for p in model.parameters()):
-        raise InputError("on_failure='continue' works on CPU only so far; use on_failure='raise' on other devices")
-    return Rendezvous(rank, size, 1 if isinstance(optimizer, Optimizer) else len(optimizer), timeout)
 
 
 class ElasticCoordinator(Coordinator):

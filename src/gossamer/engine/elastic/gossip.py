@@ -117,6 +117,7 @@ class ElasticGossip(Gossip):
     def close(self) -> None:
         """Leave the job; the others continue without this worker. Every parameter gets its own storage again."""
         if self._open:
+            self._refuse_in_average("close()")
             try:
                 for lane in self.lanes:
                     lane.drop()
