@@ -152,3 +152,25 @@ def test_a_checkpoint_loads_after_kills_at_random_moments(tmp_path):
     assert summary["loadable"] == 2
     assert summary["went_backwards"] == 0
     assert summary["identical_to_the_undisturbed_run"]
+
+
+def save_something_odd(rank, folder):
+    """Worker 1 passes an `extra` that cannot be saved. Returns what save() and wait() say."""
+    with process_group():
+        model = nn.Linear(5, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gossamer.decentralize(model, optimizer, timeout=20) as gossip:
+            checkpoints = gossamer.Checkpoints(folder)
+            try:
+                checkpoints.save(gossip, model, optimizer, extra={"odd": object()} if rank == 1 else None)
+                checkpoints.wait()
+            except gossamer.GossamerError as error:
+                return str(error)
+    return ""
+
+
+def test_an_extra_that_one_worker_cannot_save_is_named_at_once(tmp_path, pools):
+    # Checkpoints waits 600 s for a missing part, longer than the pool waits for its workers.
+    errors = pools(2).run(save_something_odd, tmp_path / "checkpoints")
+    assert "worker 1: a checkpoint cannot hold a builtins.object" in errors[0]
+    assert "a checkpoint cannot hold a builtins.object" in errors[1]

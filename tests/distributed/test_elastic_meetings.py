@@ -98,7 +98,7 @@ def test_without_the_directory_no_checkpoint_is_written_and_the_last_one_stays(m
         return checkpoints.steps()
 
     warned = pytest.warns(GossamerWarning)
-    with job(monkeypatch, 3, topology="ring", soft_deadline=0.2, hard_deadline=0.3) as made, warned as told:
+    with job(monkeypatch, 3, topology="ring", soft_deadline=0.2, hard_deadline=1.5) as made, warned as told:
         results = finish(made.all(3, end))
     assert results == [[3]] * 3
     manifest = files.read_manifest(tmp_path, 3)

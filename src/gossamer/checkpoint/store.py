@@ -143,20 +143,11 @@ class Checkpoints:
         if workers.alone:
             self._warn_missed()
             return step
-        generators = random_state()
-        parts = {}
-        for at, (place, mixed) in enumerate(zip(workers.places, workers.mixed(), strict=True)):
-            own, optimizers = bare(workers.models[at]), workers.optimizers[at]
-            parts[place] = snapshot(
-                {
-                    "model": own.state_dict(),
-                    "optimizer": [o.state_dict() for o in optimizers],
-                    "gossip": gossips[at],
-                    "mixed": None if mixed is None else describe_mixed(mixed, own, optimizers),
-                    "random": generators,
-                    "extra": {k: _state_of(v) for k, v in (workers.extras[at] or {}).items()},
-                }
-            )
+        try:
+            parts = _copies(workers, gossips)
+        except Exception as error:  # the other workers must not wait for this worker's part
+            files.abandon(self.folder, step, f"worker {workers.places[0]}: {error}", workers.meeting)
+            raise
         self._writing = (step, workers)
         self._written.clear()
         counts = dict(zip(workers.places, taken, strict=True))
@@ -350,6 +341,24 @@ class Checkpoints:
         group = next(g for g in workers.groups if place in g)
         found = shares(group, workers.total, manifest.groups)
         return blend([files.read_part(self.folder, manifest, w) for w, _ in found], [weight for _, weight in found])
+
+
+def _copies(workers: Participants, gossips: Sequence[dict[str, Any] | None]) -> dict[int, State]:
+    """Copies of all that is saved of this process's workers, by their numbers."""
+    generators, parts = random_state(), {}
+    for at, (place, mixed) in enumerate(zip(workers.places, workers.mixed(), strict=True)):
+        own, optimizers = bare(workers.models[at]), workers.optimizers[at]
+        parts[place] = snapshot(
+            {
+                "model": own.state_dict(),
+                "optimizer": [o.state_dict() for o in optimizers],
+                "gossip": gossips[at],
+                "mixed": None if mixed is None else describe_mixed(mixed, own, optimizers),
+                "random": generators,
+                "extra": {k: _state_of(v) for k, v in (workers.extras[at] or {}).items()},
+            }
+        )
+    return parts
 
 
 def _state_of(value: Any) -> Any:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from gossamer.comm.exchange import Scratch
 from gossamer.comm.gloo import GlooChannel, GlooTransport
+from gossamer.comm.process_groups import WorkerGroup
 from gossamer.comm.transport import Channel, ChannelId, Job, Purpose, clock
 
 
@@ -22,13 +23,15 @@ class NcclTransport(GlooTransport):
 
     def channel(self, channel: ChannelId, in_flight: int, timeout: float) -> Channel:
         if channel.purpose is Purpose.PARAMETERS:
-            return NcclChannel()
+            return NcclChannel(self._workers)
         return GlooChannel(self, channel, in_flight, timeout)
 
 
 class NcclChannel(Channel):
-    def __init__(self) -> None:
-        self._group: Any = dist.new_group(backend="nccl")
+    def __init__(self, workers: WorkerGroup) -> None:
+        self._ranks = workers.ranks
+        # Workers outside of the group do not take part in making its communicator.
+        self._group: Any = dist.new_group(list(workers.ranks), backend="nccl", use_local_synchronization=True)
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._scratch: dict[int, Scratch] = {}
         self._events: dict[int, torch.cuda.Event] = {}
@@ -41,8 +44,8 @@ class NcclChannel(Channel):
             try:
                 while True:
                     batch = next(steps)
-                    operations = [dist.P2POp(dist.irecv, t, peer, self._group) for peer, t in batch.recvs]
-                    operations += [dist.P2POp(dist.isend, t, peer, self._group) for peer, t in batch.sends]
+                    operations = [dist.P2POp(dist.irecv, t, self._ranks[p], self._group) for p, t in batch.recvs]
+                    operations += [dist.P2POp(dist.isend, t, self._ranks[p], self._group) for p, t in batch.sends]
                     for work in dist.batch_isend_irecv(operations):
                         work.wait()  # orders the side stream, does not block the host
                     for peer, message in batch.sends:
