@@ -21,11 +21,11 @@ setup: $(STAMP)  ## make the environment (.venv) and install
 	@echo "setup: $(VENV) is ready"
 
 demo: setup  ## install if needed, then run the main job
-	@echo "demo: torch's DDP against AccumAdam on the alternating exponential ring: a small residual network on digits,"
-	@echo "demo: 2 nodes x 2 workers with 20 Mbit/s between the nodes, 2 seeds each; about two minutes"
+	@echo "demo: torch's DDP against GossipAdam on the alternating exponential ring, both at the same learning rate: a small"
+	@echo "demo: residual network on digits, 2 nodes x 2 workers with 20 Mbit/s between them, 2 seeds; about two minutes"
 	@rm -rf runs/demo
-	@$(BIN)/gossamer compare vision --workers 4 --per-node 2 --link 20mbit --methods ddp,accumadam:aer --steps 120 --seeds 2 \
-		--lr 1.6e-2 --accumulate 2 --ddp-bucket-mb 0.05 --trace --out runs/demo --html runs/demo/report.html
+	@$(BIN)/gossamer compare vision --workers 4 --per-node 2 --link 20mbit --methods ddp,gossipadam:aer --steps 120 --seeds 2 \
+		--lr 1.6e-2 --ddp-bucket-mb 0.05 --trace --out runs/demo --html runs/demo/report.html
 
 lint: setup  ## ruff: lint and format
 	@echo "lint: ruff check, ruff format --check"

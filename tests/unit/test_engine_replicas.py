@@ -19,7 +19,7 @@ def test_the_optimizer_learns_the_number_of_replicas(algorithm):
 
 def test_a_number_that_the_user_fixed_stays():
     models = [torch.nn.Linear(3, 2) for _ in range(4)]
-    optimizers = [gossamer.GossipAdamW(m.parameters(), replicas=2) for m in models]
+    optimizers = [gossamer.GossipAdamW(m.parameters(), replicas=2, discount=1.0) for m in models]
     with gossamer.VirtualCluster(4) as cluster:
         cluster.decentralize(models, optimizers, topology="complete")
         assert {o.kappa(o.param_groups[0]) for o in optimizers} == {2.0}

@@ -51,7 +51,7 @@ def test_settings_of_accum_adam_are_checked(cls, kwargs, word):
         ({"replicas": True}, "replicas is True"),
         ({"discount": 0.9}, "discount is 0.9"),
         ({"discount": float("inf")}, "discount is inf"),
-        ({"discount": None}, "discount is None"),
+        ({"discount": "2"}, "discount is '2'"),
     ],
 )
 @pytest.mark.parametrize("cls", [GossipAdam, GossipAdamW])

@@ -80,7 +80,7 @@ def test_the_second_moment_is_that_of_the_averaged_gradient():
     n, kappa, steps, betas = 20_000, 16, 400, (0.9, 0.98)
     signal = torch.full((n,), 0.3, dtype=torch.float64)
     x = torch.nn.Parameter(torch.zeros(n, dtype=torch.float64))
-    opt = GossipAdam([x], 1.0, betas, replicas=kappa)
+    opt = GossipAdam([x], 1.0, betas, replicas=kappa, discount=1.0)
     for _ in range(steps):
         x.grad = signal + torch.randn(n, generator=generator, dtype=torch.float64)
         before = x.detach().clone()
@@ -109,7 +109,7 @@ def test_a_checkpoint_of_torch_adam_at_step_10000(dtype, implementation):
     ]
 
     y = torch.nn.Parameter(x.detach().clone())
-    opt = GossipAdam([y], lr=123.0, replicas=kappa, **implementation)
+    opt = GossipAdam([y], lr=123.0, replicas=kappa, discount=1.0, **implementation)
     opt.load_state_dict(copy.deepcopy(adam.state_dict()))
     assert opt.param_groups[0]["lr"] == LR
     assert opt.kappa(opt.param_groups[0]) == kappa
@@ -152,6 +152,15 @@ def test_alone_there_is_one_replica():
     assert opt.kappa(opt.param_groups[0]) == 1
 
 
+def test_the_default_discount_is_two_with_several_replicas():
+    opt = GossipAdam([torch.nn.Parameter(torch.ones(1))])
+    kappas = []
+    for replicas in (1, 2, 16, 1):
+        opt.set_replicas(replicas)
+        kappas.append(opt.kappa(opt.param_groups[0]))
+    assert kappas == [1, 4, 32, 1]
+
+
 def test_groups_with_their_own_replicas_and_discount():
     a, b, c = (torch.nn.Parameter(torch.ones(1)) for _ in range(3))
     opt = GossipAdam([{"params": [a]}, {"params": [b], "replicas": 3}], discount=2.0)
@@ -192,7 +201,7 @@ def test_when_replicas_leave_and_come_back_q_starts_anew():
 
 def test_a_parameter_without_gradient_is_skipped():
     x, always = (torch.nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(2))
-    opt = GossipAdam([x, always], LR, (0.9, 0.98), EPS, replicas=8)
+    opt = GossipAdam([x, always], LR, (0.9, 0.98), EPS, replicas=8, discount=1.0)
     one = Reference(1.0)
     for t, (g,) in enumerate(gradients(1)):
         always.grad = torch.tensor([g], dtype=torch.float64)

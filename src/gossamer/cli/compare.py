@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 app = command_app()
 
 EXAMPLE = (
-    "Examples: gossamer compare translate --virtual 8 --methods ddp,dadam:aer,accumadam:aer --steps 200 --seeds 2 "
-    "--out runs/numbers | gossamer compare vision --workers 4 --link 20mbit --methods ddp,accumadam:aer"
+    "Examples: gossamer compare translate --virtual 8 --methods ddp,dadam:aer,gossipadam:aer --steps 200 --seeds 2 "
+    "--out runs/numbers | gossamer compare vision --workers 4 --link 20mbit --methods ddp,gossipadam:aer"
 )
 
 
@@ -32,7 +32,7 @@ def compare(
     methods: Annotated[
         str,
         typer.Option(metavar="LIST", help="NAME[:TOPOLOGY[:WIRE]], separated by commas.", rich_help_panel="Method"),
-    ] = "ddp,accumadam:aer",
+    ] = "ddp,gossipadam:aer",
     seeds: Annotated[
         int, typer.Option(metavar="S", help="Number of runs of each method.", rich_help_panel="Method")
     ] = 1,
@@ -71,7 +71,7 @@ def compare(
 
     chosen = parse_list(methods)
     if not chosen or len({str(m) for m in chosen}) < len(chosen):
-        raise InputError(f"--methods {methods!r} must name one or more methods, each once; e.g. ddp,accumadam:aer")
+        raise InputError(f"--methods {methods!r} must name one or more methods, each once; e.g. ddp,gossipadam:aer")
     if html is not None:
         from gossamer.report.plots import check_matplotlib
 

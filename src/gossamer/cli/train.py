@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 app = command_app()
 
 EXAMPLE = (
-    "Examples: gossamer train vision --workers 4 --method accumadam:aer --steps 100 | gossamer train lm --virtual 8 "
+    "Examples: gossamer train vision --workers 4 --method gossipadam:aer --steps 100 | gossamer train lm --virtual 8 "
     "--cluster a40 | torchrun --nproc-per-node 4 -m gossamer train lm --method dadam:ring --steps 50 | "
     "gossamer train --resume runs/x --workers 3"
 )

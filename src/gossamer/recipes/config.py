@@ -25,7 +25,7 @@ class RunConfig(BaseModel):
 
     task: str
     """Name of the task."""
-    method: str = "accumadam:aer"
+    method: str = "gossipadam:aer"
     """The method to train by: NAME[:TOPOLOGY[:WIRE]]."""
     steps: Count = 200
     """Optimizer steps."""
@@ -56,8 +56,8 @@ class RunConfig(BaseModel):
     """AccumAdam's s: its moments are updated once every s steps."""
     betas_per: Literal["accumulation", "step"] = "step"
     """Apply AccumAdam's betas per accumulation (the paper), or keep their time constant in steps."""
-    discount: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
-    """GossipAdam: further discount of the noise. 1 takes the steps that Adam takes under all-reduce."""
+    discount: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """GossipAdam: further discount of the noise than by all-reduce. By default 2 with several replicas, else 1."""
     micro_batches: Count = 1
     """Batches whose gradients are averaged before each step."""
     clip: Annotated[float, Field(ge=0)] = 1.0
