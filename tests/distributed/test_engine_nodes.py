@@ -1,4 +1,4 @@
-"""Exact inside, gossip between: DDP or FSDP2 inside a node, gossip between nodes, against the dense reference."""
+"""Exact inside (DDP, FSDP2, or `gradients="node"`), gossip between nodes, against the dense reference."""
 
 import os
 
@@ -15,6 +15,7 @@ from workers import assert_close, batch, decentralize, error_of, mlp, process_gr
 import gossamer
 
 STEPS = 6
+KINDS = ["ddp", "fsdp", "node"]  # wrapped in DDP, sharded by FSDP2, or neither and gradients="node"
 
 
 def uneven():
@@ -56,9 +57,11 @@ def inside(rank, kind, make=mlp, steps=STEPS, **settings):
         group = gossamer.node_group()
         assert gossamer.node_group() is group
         # Different on every worker, or on every node where its workers hold shards of it: all start from the first's.
-        bare = model = seeded(rank if kind == "ddp" else int(os.environ["GROUP_RANK"]), make)
+        bare = model = seeded(int(os.environ["GROUP_RANK"]) if kind == "fsdp" else rank, make)
         if kind == "ddp":
             model = DistributedDataParallel(model, process_group=group)
+        elif kind == "node":
+            settings["gradients"] = "node"
         else:
             mesh = DeviceMesh.from_group(group, "cpu")
             for layer in model:
@@ -70,6 +73,7 @@ def inside(rank, kind, make=mlp, steps=STEPS, **settings):
         seen = []
         with decentralize(model, optimizer, **settings) as gossip:
             assert gossip.model is bare
+            assert gossip.gradients == gossip.stats()["gradients"] == "node"
             for step in range(steps):
                 nn.functional.mse_loss(model(batch(rank, step)[0]), batch(rank, step)[1]).backward()
                 optimizer.step()
@@ -100,14 +104,14 @@ def check(pools, per_node, kind, make=mlp, steps=STEPS, **settings):
 
 
 @pytest.mark.parametrize("settings", [{}, {"algorithm": "atc"}, {"every": 2, "average_every": 4}], ids=str)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_nodes_of_two(pools, kind, settings):
     results = check(pools, (2, 2), kind, **settings)
     assert all(inter > 0 for _, inter in results)  # each worker swaps its own shard
 
 
 @pytest.mark.parametrize("topology", ["ring-static", "complete"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_three_nodes_of_two(pools, kind, topology):
     check(pools, (2, 2, 2), kind, topology=topology)
 
@@ -116,12 +120,14 @@ def test_shards_of_unequal_sizes(pools):
     check(pools, (2, 2), "fsdp", uneven)
 
 
-def test_unequal_nodes_under_ddp(pools):
-    check(pools, (2, 1), "ddp", uneven)
+@pytest.mark.parametrize("kind", ["ddp", "node"])
+def test_unequal_nodes_under_ddp(pools, kind):
+    check(pools, (2, 1), kind, uneven)
 
 
-def test_one_node_is_plain_ddp(pools):
-    check(pools, (2,), "ddp")
+@pytest.mark.parametrize("kind", ["ddp", "node"])
+def test_one_node_is_plain_ddp(pools, kind):
+    check(pools, (2,), kind)
 
 
 def fsdp_unequal(rank, decentralize):

@@ -136,6 +136,31 @@ def ddp_process_group(model: torch.nn.Module) -> Any | None:
     return None
 
 
+def private_ddp(
+    model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter], group: ProcessGroup, *, broadcast: bool
+) -> torch.nn.parallel.DistributedDataParallel:
+    """torch's DDP of some parameters of `model`, which stays as it is, without a forward pass of its own.
+
+    `broadcast` starts from the parameters of the group's first worker. Collective among the workers of `group`.
+    """
+    chosen = set(parameters)
+    embeddings = (m for m in model.modules() if isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag) and m.sparse)
+    sparse = {m.weight: m for m in embeddings if m.weight in chosen}  # DDP recognizes sparse gradients by the module
+    holder = torch.nn.Module()
+    holder.dense = torch.nn.ParameterList([p for p in parameters if p not in sparse])
+    holder.sparse = torch.nn.ModuleList(sparse.values())
+    return torch.nn.parallel.DistributedDataParallel(
+        holder, process_group=group, broadcast_buffers=False, init_sync=broadcast
+    )
+
+
+def gathered(value: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """`value` of every worker of `group`. Collective."""
+    values = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(values, value, group=group)
+    return values
+
+
 def group_ranks(group: Any) -> list[int]:
     return dist.get_process_group_ranks(group)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -14,7 +14,7 @@ from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.flat import cut, flatten, is_sharded, refuse_overlaps
 from gossamer.engine.gossip import Gossip, refuse_in_use
 from gossamer.engine.lane import Lane, LaneParts
-from gossamer.engine.policies import Filter, Settings, Synchronous
+from gossamer.engine.policies import Filter, Gradients, Settings, Synchronous
 from gossamer.engine.prepared import Prepared
 from gossamer.engine.protocol import ScalesWithReplicas
 from gossamer.engine.synchronous import SyncLane
@@ -92,7 +92,8 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
 def _schedule(
     model: nn.Module, topology: Any, settings: Settings, layout: Layout, rank: int, ranks: Sequence[int]
 ) -> tuple[Schedule, nn.Module]:
-    """The topology over workers; or over nodes when a node's workers hold one replica (DDP) or its shards (FSDP2)."""
+    """The topology over workers; or over nodes when a node's workers hold one replica (`gradients="node"`, or DDP) or
+    its shards (FSDP2)."""
     policy: dict[str, Any] = {
         "stagger": settings.exchange.stagger,
         "hierarchical": settings.exchange.hierarchical,
@@ -102,10 +103,17 @@ def _schedule(
     group = ddp_process_group(model)
     sharded = [p for p in model.parameters() if is_sharded(p)]
     if group is None and not sharded:
-        return Schedule(resolve(topology, layout), **policy), model
+        if gradients_of_bare_model(settings.gradients, layout) == "worker":
+            return Schedule(resolve(topology, layout), **policy), model
+        return Schedule(resolve(topology, Layout.of([1] * layout.nodes)), inside=layout, **policy), model
     spread = group_ranks(group) if group is not None else sharded_ranks(sharded[0])
     shared = sorted(ranks.index(r) for r in spread if r in ranks)
     if group is None and shared == [rank] and len(spread) > 1:  # tensor parallelism beside gossip: shards match
+        if gradients_of_bare_model(settings.gradients, layout) == "node":
+            raise InputError(
+                "gradients='node' cannot average the gradients of DTensors, and the parameters are sharded over "
+                f"workers {sorted(spread)}; use gradients='worker'"
+            )
         return Schedule(resolve(topology, layout), **policy), model
     if group is None and not is_fully_sharded(model):
         raise InputError(
@@ -129,6 +137,11 @@ def _schedule(
             f"the model is {kind} over workers {sorted(spread)}, but this node's workers are {mine}; use "
             "gossamer.node_group() so that gradients are averaged inside the node and parameters gossip between nodes"
         )
+    if settings.gradients == "worker" and len(mine) > 1:
+        raise InputError(
+            f"gradients='worker' lets every worker step on its own gradient, but the model is {kind}, which averages "
+            "gradients inside the node; pass the bare model, or use gradients='node'"
+        )
     between = resolve(topology, Layout.of([1] * layout.nodes))
     if group is not None:
         assert isinstance(model.module, nn.Module)
@@ -141,6 +154,13 @@ def _schedule(
         raise InputError("some parameters are sharded by FSDP2 and some are not; apply fully_shard to the whole model")
     place = mine.index(rank)
     return Schedule(between, ranks=tuple(m[place] for m in layout.members), **policy), model
+
+
+def gradients_of_bare_model(asked: Gradients, layout: Layout) -> Literal["node", "worker"]:
+    """Among whom the gradients of a model without DDP or FSDP2 are averaged before a step. `"auto"` is decided here."""
+    if layout.nodes == layout.n:  # one worker per node: a node's gradient is the worker's own
+        return "worker"
+    return "node" if asked == "node" else "worker"
 
 
 def _lanes(

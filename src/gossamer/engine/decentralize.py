@@ -26,6 +26,7 @@ from gossamer.comm import (
     RoundBarrier,
     Transport,
     WorkerGroup,
+    ddp_process_group,
     default_store,
     layout_of,
     node_name,
@@ -41,6 +42,7 @@ from gossamer.engine.elastic import ElasticCoordinator, ElasticGossip, ElasticLa
 from gossamer.engine.flat import is_sharded
 from gossamer.engine.gossip import Gossip
 from gossamer.engine.module_hooks import watch_first_batch
+from gossamer.engine.node_gradients import NodeGradients, node_gradients
 from gossamer.engine.policies import (
     Algorithm,
     AlgorithmName,
@@ -49,6 +51,7 @@ from gossamer.engine.policies import (
     Continue,
     Exchange,
     Filter,
+    Gradients,
     Guards,
     Seconds,
     Settings,
@@ -74,6 +77,7 @@ def decentralize(
     exchange: Exchange | None = None,
     parameters: Filter | None = None,
     buffers: Buffers = "average",
+    gradients: Gradients = "auto",
     guard: Guards = None,
     broadcast: bool = True,
     timeout: Seconds = timedelta(minutes=30),
@@ -84,8 +88,7 @@ def decentralize(
     The model stays yours: no wrapper, unchanged `state_dict` keys. All communication happens in `optimizer.step()`.
 
     Args:
-        model: The module to train, on every worker. If it is wrapped in DDP on `gossamer.node_group()`, or sharded by
-            FSDP2 over the node, gradients are exact inside a node and parameters gossip between nodes.
+        model: The module to train, on every worker; it may be sharded by FSDP2 over the node.
         optimizer: The torch optimizer of its parameters, or a list of several.
         topology: Which workers average in which round: a name (`gossamer topology list`), a `Topology`, a networkx
             graph, a weight matrix or a JSON file.
@@ -101,6 +104,9 @@ def decentralize(
         exchange: Bucket size, buckets in flight, and other settings of the exchange; see `Exchange`.
         parameters: `f(name, parameter) -> bool` selects the parameters to mix; the others stay local.
         buffers: What `averaged()` does with module buffers: "average" or "local".
+        gradients: "worker": every worker steps on its own gradient. "node": gradients are averaged exactly among the
+            workers of a node, inside the backward pass, and parameters gossip between nodes. "auto" is "node" if the
+            model is wrapped in DDP on `gossamer.node_group()` or sharded by FSDP2 over the node, else "worker".
         guard: `ConsensusGuard(...)` averages exactly when the workers drift apart; `NeighborGuard(...)` refuses values
             that are not finite or that jump. Or a list of both.
         broadcast: Start from worker 0's parameters and buffers. Pass False if every worker loaded its own checkpoint.
@@ -133,6 +139,7 @@ def decentralize(
             guard=guard,
             buffers=buffers,
             timeout=timeout,
+            gradients=gradients,
         )
     except Exception as error:  # the other workers must hear of it first
         cause = error
@@ -186,7 +193,11 @@ def decentralize(
         policy = settings.algorithm
         events = isinstance(policy, Asynchronous) and policy.clock == "wall"
         coordinator = StaticCoordinator(RoundBarrier(store, transport, settings.timeout), events=events)
+        inside = _node_gradients(prepared, model, ranks, broadcast=not broadcast)
+        for gradients_of_lane in inside:
+            on_error.callback(gradients_of_lane.close)
         gossip = open_gossip(prepared, transport, coordinator, writer)
+        gossip.average_inside(inside)
         on_error.pop_all()
     if size > 1:
         for undo in watch_first_batch(model, prepared.optimizers[0], store, rank, size):
@@ -218,6 +229,21 @@ def _elastic(
         coordinator.close()
         coordinator.transport.close()
         raise
+
+
+def _node_gradients(
+    prepared: Prepared, model: nn.Module, ranks: tuple[int, ...], *, broadcast: bool
+) -> list[NodeGradients]:
+    """The gradients that are averaged inside this worker's node: of each optimizer, or none. Collective."""
+    layout = prepared.layout
+    if prepared.schedule.inside is None or layout.nodes == layout.n:
+        return []
+    group = ddp_process_group(model)
+    if group is None:
+        group = subgroup_of(tuple(tuple(ranks[w] for w in members) for members in layout.members))
+    if layout.per_node[layout.node[prepared.rank]] == 1:
+        return []
+    return node_gradients(prepared, model, group, broadcast=broadcast)
 
 
 @torch.no_grad()

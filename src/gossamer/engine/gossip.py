@@ -6,7 +6,7 @@ import atexit
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ from gossamer.engine.averages import Control, averaged_buffers
 from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.lane import Lane
 from gossamer.engine.module_hooks import watch_forward, watch_loads
+from gossamer.engine.node_gradients import NodeGradients
 from gossamer.engine.prepared import Prepared
 from gossamer.engine.protocol import MixedParameters, Participation
 from gossamer.errors import GossamerError, GossamerWarning, InputError
@@ -50,6 +51,9 @@ class Gossip:
         self.transport, self.coordinator = transport, coordinator
         channel = transport.channel(ChannelId(0, Purpose.CONTROL), 1, self.settings.timeout)
         self.control = Control(prepared.rank, prepared.layout, channel)
+        self.gradients = prepared.gradients
+        """"node": gradients are averaged exactly inside each node. "worker": each worker steps on its own."""
+        self._unsynchronized: list[Callable[[], AbstractContextManager[None]]] = []  # for no_sync()
         self._writer = writer
         self._shards = prepared.shard[1]  # over how many workers of a node one replica is spread
         self._open = True
@@ -283,7 +287,27 @@ class Gossip:
                 else:
                     total[key] = total.get(key, 0) + value
         total["steps"] = lanes[0]["steps"]  # a step of every optimizer is one step of training
+        total["gradients"] = self.gradients
         return {**total, "buckets": sum(len(lane.buckets) for lane in self.lanes), "lanes": lanes}
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients inside the block without averaging them in the node, as DDP's `no_sync()`. Local.
+
+        Put forward and backward of every batch but the last one before a step inside the block. Without exact averages
+        inside the node the block does nothing; a model sharded by FSDP2 has its own `set_requires_gradient_sync()`.
+        """
+        with ExitStack() as blocks:
+            for block in self._unsynchronized:
+                blocks.enter_context(block())
+            yield
+
+    def average_inside(self, gradients: Sequence[NodeGradients]) -> None:
+        """Average the gradients of each lane inside the node (or of none), until the handle stops."""
+        for lane, own in zip(self.lanes, gradients, strict=False):
+            lane.checks.append(own.check)
+            self._unsynchronized.append(own.no_sync)
+            self.on_stop(own.close)
 
     def on_stop(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the handle stops."""

@@ -87,6 +87,7 @@ class Lane:
         )
         self.k = 0  # rounds launched
         self.keeps_alive: list[object] = []  # the optimizer's hooks hold the lane, which holds its handle
+        self.checks: list[Callable[[], None]] = []  # called before a step, when the gradients are there
         self.overwritten = False  # the user loaded other parameters: what is in flight belongs to the old ones
         self.averaged = 0  # how many averaged() blocks the user is in
         self._stalled = False  # the last wait took so long that parked workers were asked to go on
@@ -120,18 +121,23 @@ class Lane:
         self._outer, self._ready = caller, False
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self.mix()
+            self._check_and_mix()
             return None
 
         def closure_then_mix() -> Any:
             loss = closure()  # forward and backward at the un-mixed point
             if not self._ready:
-                self.mix()
+                self._check_and_mix()
             return loss
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": closure_then_mix}
         return (args[0], closure_then_mix, *args[2:]), kwargs
+
+    def _check_and_mix(self) -> None:
+        for check in self.checks:
+            check()
+        self.mix()
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         caller = sys._getframe(1)

@@ -20,6 +20,7 @@ from gossamer.errors import InputError
 AlgorithmName = Literal["awc", "atc", "ad-psgd", "a2cid2"]
 WireName = Literal["fp32", "bf16", "fp16", "int8"]
 Buffers = Literal["average", "local"]
+Gradients = Literal["auto", "node", "worker"]
 Gaps = Literal["poisson", "fixed"]
 Pairing = Literal["auto", "edges", "rounds"]
 ClockName = Literal["wall", "virtual"]
@@ -243,6 +244,7 @@ class Settings:
     guards: tuple[Guard, ...]
     buffers: Buffers
     timeout: float
+    gradients: Gradients = "auto"
 
     @classmethod
     def of(
@@ -255,10 +257,12 @@ class Settings:
         guard: Guards = None,
         buffers: Buffers = "average",
         timeout: Seconds = timedelta(minutes=30),
+        gradients: Gradients = "auto",
     ) -> Settings:
         """Validate the arguments of `decentralize` and replace shorthands by policies."""
         wire_named(wire)
         _check_choice("buffers", buffers, get_args(Buffers))
+        _check_choice("gradients", gradients, get_args(Gradients))
         exchange = Exchange() if exchange is None else exchange
         if not isinstance(exchange, Exchange):
             raise InputError(f"exchange must be a gossamer.Exchange, got {exchange!r}; pass Exchange(bucket_mib=4)")
@@ -270,6 +274,7 @@ class Settings:
             guards=_guards(guard),
             buffers=buffers,
             timeout=seconds("timeout", timeout),
+            gradients=gradients,
         )
 
     def __post_init__(self) -> None:
@@ -284,6 +289,13 @@ class Settings:
                     f"on_failure='continue' re-plans rounds, and {self.algorithm.name!r} has none; use algorithm='awc' "
                     "or 'atc'"
                 )
+        if self.gradients == "node" and (self.elastic is not None or self.asynchronous):
+            other = "on_failure='continue'" if self.elastic is not None else f"algorithm {self.algorithm.name!r}"
+            raise InputError(
+                f"gradients='node' averages gradients among the workers of a node in every backward pass, and {other} "
+                "needs workers that do not wait for each other; use gradients='worker', or a job with "
+                "on_failure='raise' and algorithm='awc'"
+            )
         if self.elastic is not None and self.consensus_guard is not None:
             raise InputError(
                 "a ConsensusGuard averages over all workers at fixed rounds, which an elastic job cannot; leave it out "

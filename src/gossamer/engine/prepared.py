@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -30,6 +31,11 @@ class Prepared:
     def sharded(self) -> bool:
         """Whether a worker holds a shard of its node's replica (FSDP2), so that equal shards gossip between nodes."""
         return self.schedule.ranks is not None
+
+    @property
+    def gradients(self) -> Literal["node", "worker"]:
+        """Among whom gradients are averaged before a step: the workers of a node, or nobody."""
+        return "node" if self.sharded or self.schedule.inside is not None else "worker"
 
     @property
     def shard(self) -> tuple[int, int]:

@@ -76,6 +76,12 @@ class VirtualCluster:
         policy = Settings.of(**settings)
         if policy.elastic is not None:
             raise InputError("virtual workers share one process and cannot die one by one; leave on_failure out")
+        if policy.gradients == "node" and self.layout.nodes < self.layout.n:
+            raise InputError(
+                "gradients='node' needs real workers: virtual workers run their backward passes one after the other; "
+                f"use VirtualCluster({self.layout.nodes}), one model per node, and accumulate the gradients of the "
+                "node's batches in it"
+            )
         if isinstance(policy.algorithm, Asynchronous):  # a single thread has no wall time of its own
             policy = replace(policy, algorithm=replace(policy.algorithm, clock="virtual"))
         workers = [
