@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from workers import batch, decentralize, error_of, loss_of, mlp, process_group, seeded, vector
 
 import gossamer
+from gossamer.engine.node_gradients import PrivateDDP
 
 STEPS = 5
 
@@ -301,6 +303,62 @@ def test_nodes_of_a_process_group(pools):
     assert torch.equal(a, b)
     assert torch.equal(c, d)
     assert not torch.equal(a, c)
+
+
+def overlapped(rank):
+    """How many gradients are still to come when each bucket is sent, for three backward passes."""
+    with process_group():
+        model = seeded(0, lambda: nn.Sequential(*(nn.Linear(600, 600) for _ in range(4))))
+        named = dict(model.named_parameters())
+        inside = PrivateDDP(model, named, gossamer.node_group(), broadcast=False)
+        sent = []
+
+        def count(state, bucket):
+            sent.append(len(inside._missing))
+            return default_hooks.allreduce_hook(None, bucket)
+
+        inside._ddp.register_comm_hook(None, count)
+        sends = []
+        for step in range(3):
+            x = torch.randn(4, 600, generator=torch.Generator().manual_seed(10 * rank + step))
+            local = torch.autograd.grad(model(x).square().mean(), named.values())  # is not averaged
+            model(x).square().mean().backward()
+            for p, expected in zip(named.values(), local, strict=True):
+                dist.all_reduce(expected)
+                torch.testing.assert_close(p.grad, expected / 2)
+                p.grad = None
+            sends.append([*sent])
+            sent.clear()
+        inside.close()
+        return sends
+
+
+def test_buckets_are_sent_during_the_backward_pass(pools):
+    for sends in pools(2).run(overlapped):
+        for left in sends[1:]:  # DDP cuts its buckets after the first backward pass
+            assert len(left) > 1
+            assert left[0] > 0  # gradients are still being computed
+            assert left == sorted(left, reverse=True)
+
+
+def statistics(rank):
+    with process_group():
+        model = seeded(rank, lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with decentralize(model, optimizer, gradients="node") as gossip:
+            loss_of(model, rank, 0).backward()
+            optimizer.step()
+            own = model[0].running_mean.clone()
+            with gossip.averaged():
+                return own, model[0].running_mean.clone()
+
+
+def test_batch_norm_statistics_stay_local_and_are_averaged(pools):
+    results = pools(2, 2).run(statistics)
+    mean = torch.stack([own for own, _ in results]).mean(0)
+    for own, averaged in results:
+        torch.testing.assert_close(averaged, mean)
+        assert not torch.allclose(own, mean)
 
 
 # -- bad input and bad use -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ SETTINGS = {
     "dadam:aer": {},
     "accumadam:ring": {},
     "dadam:complete": {"exact_inside": True},
+    "gossipadam:ring": {"exact_inside": True, "micro_batches": 2},
     "accumadam:aer": {"combine": "atc", "average_every": 3, "micro_batches": 2},
 }
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from gossamer.comm.pace import Pace, sleep_until
 from gossamer.comm.transport import clock
@@ -23,7 +24,9 @@ HOOKS: dict[str, Any] = {
 }
 
 
-def ddp(model: nn.Module, *, bucket_mb: float | None = None, wire: str = "fp32", sent: Sent | None = None) -> nn.Module:
+def ddp(
+    model: nn.Module, *, bucket_mb: float | None = None, wire: str = "fp32", sent: Sent | None = None
+) -> DistributedDataParallel:
     """Wrap `model` in torch's DDP.
 
     Args:
@@ -32,7 +35,7 @@ def ddp(model: nn.Module, *, bucket_mb: float | None = None, wire: str = "fp32",
         sent: Called for every bucket's all-reduce. On a paced network an all-reduce takes as long as a ring would.
     """
     options: dict[str, Any] = {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
-    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
     pace = Pace.from_environment(dist.get_rank())
     if pace is not None or sent is not None:
         wrapped.register_comm_hook(None, _watched(HOOKS[wire], 4 if wire == "fp32" else 2, pace, sent))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gossamer.comm.baseline import DdpTimeline, ddp
@@ -117,7 +118,7 @@ def _ddp_wrapper(config: RunConfig, method: Method, folder: Path, rank: int) -> 
     with TraceWriter(folder / "trace", rank, Layout.of(config.per_node).node) as writer:
         timeline = DdpTimeline(writer)
 
-        def wrap(model: nn.Module, optimizer: Optimizer) -> nn.Module:
+        def wrap(model: nn.Module, optimizer: Optimizer) -> DistributedDataParallel:
             wrapped = ddp(model, sent=timeline.sent, **how)
             timeline.attach(wrapped, optimizer)
             return wrapped

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from gossamer.recipes.config import RunConfig
@@ -57,7 +56,7 @@ class Looped:
                 buffer.copy_(value)
             torch.set_rng_state(replica.random[place])
             for at, batch in enumerate(own):
-                with self._unsynchronized(replica, at < len(own) - 1):
+                with replica.no_sync() if at < len(own) - 1 else contextlib.nullcontext():
                     with precision(self.config):
                         loss = self.task.loss(replica.forward, batch)
                     torch.autograd.backward(loss / (len(own) * len(batches)))
@@ -68,13 +67,6 @@ class Looped:
         for buffer, value in zip(buffers, first, strict=True):
             buffer.copy_(value)
         return total
-
-    @staticmethod
-    def _unsynchronized(replica: Replica, more: bool) -> AbstractContextManager[Any]:
-        """Return a context in which DDP does not average gradients, if `more` micro-batches follow."""
-        if more and isinstance(replica.forward, DistributedDataParallel):
-            return replica.forward.no_sync()
-        return contextlib.nullcontext()
 
 
 class _Loss(nn.Module):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ class Replica:
     workers: int  # of the whole run
     ema: AveragedModel | None
     gossip: gossamer.Gossip | None = None
+    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+    """A block in which gradients are accumulated without being averaged among workers."""
 
     def step(self, clip: float) -> None:
         """Clip the gradient at `clip`, the threshold for all-reduce, and take one optimizer step."""

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from gossamer.recipes.methods import Method, gossip_settings, refuse_unfit
 from gossamer.recipes.replica import Replica, make_replica
 from gossamer.recipes.task import Task
 
-Wrap = Callable[[nn.Module, torch.optim.Optimizer], nn.Module]  # into torch's DDP
+Wrap = Callable[[nn.Module, torch.optim.Optimizer], DistributedDataParallel]  # into torch's DDP
 WIRE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -167,9 +167,10 @@ class DdpStrategy(Strategy):
     def __init__(self, task: Task, method: Method, config: RunConfig, rank: int, wrap: Wrap | None = None):
         replica = make_replica(task, method, config, [rank])
         if wrap is None:
-            replica.forward = DistributedDataParallel(replica.model, bucket_cap_mb=config.ddp_bucket_mb)
+            wrapped = DistributedDataParallel(replica.model, bucket_cap_mb=config.ddp_bucket_mb)
         else:
-            replica.forward = wrap(replica.model, replica.optimizer)
+            wrapped = wrap(replica.model, replica.optimizer)
+        replica.forward, replica.no_sync = wrapped, wrapped.no_sync
         self._bytes_per_step = reduced_bytes(replica.model, config.workers, method.wire)
         super().__init__([replica], [rank], config.workers, None)
 
@@ -188,12 +189,12 @@ class GossipStrategy(Strategy):
         replica = make_replica(task, method, config, [rank])
         self._inside = 0.0
         if config.exact_inside:
-            replica.forward = DistributedDataParallel(replica.model, process_group=gossamer.node_group())
             here = config.per_node[gossamer.Layout.of(config.per_node).node[rank]]
             self._inside = reduced_bytes(replica.model, here)
         settings = gossip_settings(method, config)
-        self.gossip = gossamer.decentralize(replica.forward, replica.optimizer, trace=trace, **settings)
-        replica.gossip = self.gossip
+        inside: Literal["node", "worker"] = "node" if config.exact_inside else "worker"
+        self.gossip = gossamer.decentralize(replica.model, replica.optimizer, gradients=inside, trace=trace, **settings)
+        replica.gossip, replica.no_sync = self.gossip, self.gossip.no_sync
         super().__init__([replica], [rank], config.workers, self.gossip)
 
     def averaged(self) -> AbstractContextManager[nn.Module]:
