@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
@@ -270,6 +271,26 @@ def test_one_worker_per_node_is_plain_gossip(pools):
         assert chosen == dict.fromkeys(("auto", "worker", "node"), ("worker", 2, alone))
 
 
+def partly_mixed(rank):
+    with process_group():
+        model = seeded(rank, mlp)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mixed = {"gradients": "node", "topology": "complete", "parameters": lambda name, p: name.startswith("0.")}
+        with decentralize(model, optimizer, **mixed):
+            for step in range(3):
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return vector(model[2])
+
+
+def test_parameters_that_are_not_mixed_belong_to_the_node(pools):
+    a, b, c, d = pools(2, 2).run(partly_mixed)
+    assert torch.equal(a, b)
+    assert torch.equal(c, d)
+    assert not torch.allclose(a, c)
+
+
 def own_start(rank):
     with process_group():
         model = seeded(rank, mlp)
@@ -370,6 +391,12 @@ def starting(rank, decentralize, wrap=None, **settings):
         model = DistributedDataParallel(model, process_group=gossamer.node_group())
     elif wrap == "fsdp":
         fully_shard(model, mesh=DeviceMesh.from_group(gossamer.node_group(), "cpu"))
+    elif wrap == "fsdp-world":
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    elif wrap == "tensor":  # over workers 0 and 2, and 1 and 3; workers 0 and 1 gossip, and so do 2 and 3
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+        model = parallelize_module(mlp(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        settings["process_group"] = mesh["dp"]
     decentralize(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings).close()
 
 
@@ -378,6 +405,9 @@ def starting(rank, decentralize, wrap=None, **settings):
     [
         ({"gradients": "nodes"}, "gradients must be one of auto, node, worker, got 'nodes'"),
         ({"gradients": "node", "algorithm": "ad-psgd"}, "algorithm 'ad-psgd' needs workers that do not wait"),
+        ({"gradients": "node", "on_failure": "continue"}, "on_failure='continue' needs workers that do not wait"),
+        ({"gradients": "node", "wrap": "fsdp-world"}, "sharded by FSDP2 over workers [0, 1, 2, 3], but this node's"),
+        ({"gradients": "node", "wrap": "tensor"}, "gradients='node' cannot average the gradients of DTensors"),
         ({"gradients": "worker", "wrap": "ddp"}, "but the model is wrapped in DDP"),
         ({"gradients": "worker", "wrap": "fsdp"}, "but the model is sharded by FSDP2"),
     ],
