@@ -146,12 +146,10 @@ def private_ddp(
     chosen = set(parameters)
     embeddings = (m for m in model.modules() if isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag) and m.sparse)
     sparse = {m.weight: m for m in embeddings if m.weight in chosen}  # DDP recognizes sparse gradients by the module
-    holder = torch.nn.Module()
+    holder = torch.nn.Module()  # has no buffers, so DDP broadcasts none
     holder.dense = torch.nn.ParameterList([p for p in parameters if p not in sparse])
     holder.sparse = torch.nn.ModuleList(sparse.values())
-    return torch.nn.parallel.DistributedDataParallel(
-        holder, process_group=group, broadcast_buffers=False, init_sync=broadcast
-    )
+    return torch.nn.parallel.DistributedDataParallel(holder, process_group=group, init_sync=broadcast)
 
 
 def gathered(value: Tensor, group: ProcessGroup) -> list[Tensor]:
