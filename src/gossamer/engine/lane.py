@@ -265,7 +265,7 @@ class Lane:
         """Wait until `job` is done. `assisting`: let the worker's other lanes serve other workers meanwhile."""
         if not job.done:
             wait = PeerWait(self.rank, self.settings.timeout)
-            # A worker that stalled in its last wait too asks sooner: workers without data are parked by now.
+            # Ask sooner if the previous wait stalled as well: workers without data are parked by now.
             pause = STALLED_AFTER / 20 if self._stalled else STALLED_AFTER
             self._stalled = False
             while not self.channel.wait(job, pause):

@@ -14,7 +14,7 @@ from gossamer.lab.shaping import address, burst
 
 T = TypeVar("T")
 Way = tuple[int, int]  # from one node to another
-AT_ONCE = 2e9  # bits per second that can be measured at the same time: Python is busy then
+AT_ONCE = 2e9  # bits per second that can be measured at the same time; Python cannot receive more
 FRAME = 1514 / 1448  # bytes on the wire per byte of payload: Ethernet, IP and TCP headers at an MTU of 1500
 
 

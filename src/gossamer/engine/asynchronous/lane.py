@@ -306,7 +306,7 @@ class AsyncLane(Lane):
                 self.clock.rewind(time)
                 self.state.time = time
             if self._thread is not None:
-                self.timetable.limit = state["started"]  # not that of this call, which lies ahead: begin nothing in it
+                self.timetable.limit = state["started"]  # begin no event before this collective call ends
             self._lock.notify_all()
 
     def close(self, drain: float) -> None:

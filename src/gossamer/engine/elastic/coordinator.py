@@ -132,7 +132,7 @@ class ElasticCoordinator(Coordinator):
             self._join_again(lanes)
 
     def _join_again(self, lanes: Sequence[ElasticLane]) -> None:
-        """After this worker was stopped or cut off for too long: take a member's state, which is further, and join."""
+        """After this worker was stopped or cut off for too long: take the state of a member that is ahead, and join."""
         if self._rank_is_taken():
             return
         try:

@@ -153,7 +153,7 @@ class FileCorpus:
         return TokenBatches(self._lengths, budget, seed=seed, alike=alike)
 
     def _draw_shards(self, workers: int, alpha: float, seed: int) -> list[Indices]:
-        """Sentences have no labels; how long they are is what differs between sources of text."""
+        """Divide the sentences by length, which differs between sources of text; sentences have no labels."""
         edges = np.quantile(self._lengths, np.linspace(0, 1, _LENGTH_CLASSES + 1)[1:-1])
         return dirichlet_shards(np.digitize(self._lengths, edges), workers, alpha=alpha, seed=seed)
 
