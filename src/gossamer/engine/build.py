@@ -14,6 +14,7 @@ from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.flat import cut, flatten, is_sharded, refuse_overlaps
 from gossamer.engine.gossip import Gossip, refuse_in_use
 from gossamer.engine.lane import Lane, LaneParts
+from gossamer.engine.node_gradients import NodeGradients
 from gossamer.engine.policies import Filter, Gradients, Settings, Synchronous
 from gossamer.engine.prepared import Prepared
 from gossamer.engine.protocol import ScalesWithReplicas
@@ -228,10 +229,14 @@ def open_lanes(
 
 
 def open_gossip(
-    prepared: Prepared, transport: Transport, coordinator: Coordinator, writer: TraceWriter | None = None
+    prepared: Prepared,
+    transport: Transport,
+    coordinator: Coordinator,
+    writer: TraceWriter | None = None,
+    inside: Sequence[NodeGradients] = (),
 ) -> Gossip:
-    """Open the lanes and the handle of a job whose workers are fixed."""
+    """Open the lanes and the handle of a job whose workers are fixed. `inside`: gradients averaged inside the node."""
     p = prepared
     kind = AsyncLane if p.settings.asynchronous else SyncLane
     lanes = open_lanes(p, kind, transport, coordinator, writer)
-    return Gossip(p, lanes, transport, coordinator, writer)
+    return Gossip(p, lanes, transport, coordinator, writer, inside)

@@ -62,6 +62,7 @@ from gossamer.errors import GossamerError, InputError
 from gossamer.topology import Layout, TopologyLike
 from gossamer.trace import TraceWriter
 
+DEFAULT_TIMEOUT = timedelta(minutes=30)
 _calls: Counter[tuple[int, ...]] = Counter()  # of `decentralize`, by the ranks that gossip
 
 
@@ -80,7 +81,7 @@ def decentralize(
     gradients: Gradients = "auto",
     guard: Guards = None,
     broadcast: bool = True,
-    timeout: Seconds = timedelta(minutes=30),
+    timeout: Seconds = DEFAULT_TIMEOUT,
     trace: str | os.PathLike[str] | None = None,
 ) -> Gossip:
     """Train `model` by gossip: every worker averages its parameters with a few neighbors while it computes.
@@ -128,10 +129,9 @@ def decentralize(
             evaluate(model)
         gossip.close()
     """
-    settings: Settings | None = None
-    cause: Exception | None = None
+    worker = _Worker(model, optimizer, topology, parameters, trace)
     try:
-        settings = Settings.of(
+        worker.settings = Settings.of(
             algorithm=algorithm,
             wire=wire,
             exchange=exchange,
@@ -141,90 +141,107 @@ def decentralize(
             timeout=timeout,
             gradients=gradients,
         )
-    except Exception as error:  # the other workers must hear of it first
-        cause = error
-    elastic = on_failure == "continue" or isinstance(on_failure, Continue)
-    wait = settings.timeout if settings is not None else 1800.0
-    start: Transport | Rendezvous
-    if elastic:
+    except Exception as error:  # the other workers must hear of it before it is raised
+        worker.error = error
+    if on_failure == "continue" or isinstance(on_failure, Continue):
         if process_group is not None:
             raise InputError(
                 "on_failure='continue' needs no process group, so process_group= cannot choose its workers; leave it "
                 "out, or use on_failure='raise'"
             )
-        rank, size = rank_and_size(without_group=True)
-        start = Rendezvous(rank, size, len(optimizer) if isinstance(optimizer, Sequence) else 1, wait)
-    else:
+        return _elastic(worker, broadcast)
+    return _static(worker, process_group, broadcast)
+
+
+class _Worker:
+    """This worker's arguments, and the first error in them, which all workers raise together."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        topology: TopologyLike,
+        parameters: Filter | None,
+        trace: str | os.PathLike[str] | None,
+    ):
+        self.model, self.optimizer, self.topology = model, optimizer, topology
+        self._parameters, self._trace = parameters, trace
+        self.settings: Settings | None = None
+        self.error: Exception | None = None
+        self.prepared: Prepared | None = None
+        self.writer: TraceWriter | None = None
+
+    @property
+    def timeout(self) -> float:
+        return DEFAULT_TIMEOUT.total_seconds() if self.settings is None else self.settings.timeout
+
+    def describe(self, layout: Layout, rank: int, ranks: Sequence[int], **further: object) -> str:
+        """Prepare this worker and describe it, or its error, for the comparison with the other workers."""
         try:
-            workers = worker_group(process_group)
-        except InputError as error:
-            raise cause or error from None
-        rank, size = workers.rank, workers.size
-        store = PrefixStore(_prefix(workers.ranks), default_store())
-        start = _transport(model, store, workers, wait)
-    layout = layout_of(start.share("node", node_name()))
-    prepared: Prepared | None = None
-    writer: TraceWriter | None = None
+            if self.settings is not None:
+                self.prepared = prepare(
+                    self.model, self.optimizer, self.topology, self.settings, self._parameters, layout, rank, ranks
+                )
+                if self._trace is not None:
+                    self.writer = TraceWriter(Path(self._trace), rank, layout.node)
+                return json.dumps(describe(self.prepared) | further)
+        except Exception as error:  # the other workers must hear of it, whatever it is
+            self.error = error
+        known = isinstance(self.error, GossamerError)
+        return json.dumps({"error": str(self.error) if known else f"{type(self.error).__name__}: {self.error}"})
+
+
+def _static(worker: _Worker, process_group: ProcessGroup | DeviceMesh | None, broadcast: bool) -> Gossip:
+    """Start a job whose workers are fixed."""
     try:
-        if settings is None:
-            assert cause is not None
-            raise cause
-        ranks = tuple(range(size)) if elastic else workers.ranks
-        prepared = prepare(model, optimizer, topology, settings, parameters, layout, rank, ranks)
-        writer = _writer(trace, rank, layout)
-        said = describe(prepared)
-        if not elastic:  # a replacement in an elastic job need not start as the founders did
-            said |= {"process_group": workers.name, "broadcast": broadcast}
-    except Exception as error:  # the other workers must hear of it, whatever it is
-        said = {"error": str(error) if isinstance(error, GossamerError) else f"{type(error).__name__}: {error}"}
-        cause = error
-    if isinstance(start, Rendezvous):
-        return _elastic(start, prepared, topology, json.dumps(said), cause, writer, broadcast)
-    transport = start
+        workers = worker_group(process_group)
+    except InputError as error:
+        raise worker.error or error from None
+    store = PrefixStore(_prefix(workers.ranks), default_store())
+    transport = _transport(worker.model, store, workers, worker.timeout)
     with ExitStack() as on_error:
         on_error.callback(transport.close)
-        if writer is not None:
-            on_error.callback(writer.close)
-        agree(transport.share("description", json.dumps(said)), cause)
+        layout = layout_of(transport.share("node", node_name()))
+        text = worker.describe(layout, workers.rank, workers.ranks, process_group=workers.name, broadcast=broadcast)
+        if worker.writer is not None:
+            on_error.callback(worker.writer.close)
+        agree(transport.share("description", text), worker.error)
+        prepared = worker.prepared
         assert prepared is not None
-        assert settings is not None
-        if broadcast and size > 1:
+        if broadcast and workers.size > 1:
             _broadcast(prepared, transport)
-        policy = settings.algorithm
+        policy = prepared.settings.algorithm
         events = isinstance(policy, Asynchronous) and policy.clock == "wall"
-        coordinator = StaticCoordinator(RoundBarrier(store, transport, settings.timeout), events=events)
-        inside = _node_gradients(prepared, model, ranks, broadcast=not broadcast)
-        for gradients_of_lane in inside:
-            on_error.callback(gradients_of_lane.close)
-        gossip = open_gossip(prepared, transport, coordinator, writer)
-        gossip.average_inside(inside)
+        coordinator = StaticCoordinator(RoundBarrier(store, transport, prepared.settings.timeout), events=events)
+        inside = _node_gradients(prepared, worker.model, workers.ranks, broadcast=not broadcast)
+        for averaged in inside:
+            on_error.callback(averaged.close)
+        gossip = open_gossip(prepared, transport, coordinator, worker.writer, inside)
         on_error.pop_all()
-    if size > 1:
-        for undo in watch_first_batch(model, prepared.optimizers[0], store, rank, size):
+    if workers.size > 1:
+        for undo in watch_first_batch(worker.model, prepared.optimizers[0], store, workers.rank, workers.size):
             gossip.on_stop(undo)
     return gossip
 
 
-def _elastic(
-    start: Rendezvous,
-    prepared: Prepared | None,
-    topology: Any,
-    description: str,
-    cause: Exception | None,
-    writer: TraceWriter | None,
-    broadcast: bool,
-) -> Gossip:
+def _elastic(worker: _Worker, broadcast: bool) -> ElasticGossip:
     """Found an elastic job together with the other workers, or join it while they train."""
+    rank, size = rank_and_size(without_group=True)
+    lanes = len(worker.optimizer) if isinstance(worker.optimizer, Sequence) else 1
+    start = Rendezvous(rank, size, lanes, worker.timeout)
     try:
-        arrival = start.found_or_join(description, lambda texts: agree(texts, cause))
+        layout = layout_of(start.share("node", node_name()))
+        text = worker.describe(layout, rank, range(size))
+        arrival = start.found_or_join(text, lambda texts: agree(texts, worker.error))
     except BaseException:
         start.close()
         raise
+    prepared = worker.prepared
     assert prepared is not None
-    coordinator = ElasticCoordinator(arrival, prepared, topology, broadcast=broadcast)
+    coordinator = ElasticCoordinator(arrival, prepared, worker.topology, broadcast=broadcast)
     try:
-        lanes = open_lanes(prepared, ElasticLane, coordinator.transport, coordinator, writer)
-        return ElasticGossip(prepared, lanes, coordinator, writer)
+        opened = open_lanes(prepared, ElasticLane, coordinator.transport, coordinator, worker.writer)
+        return ElasticGossip(prepared, opened, coordinator, worker.writer)
     except BaseException:
         coordinator.close()
         coordinator.transport.close()
@@ -290,9 +307,3 @@ def _transport(model: nn.Module, store: Any, workers: WorkerGroup, timeout: floa
 
         return NcclTransport(store, workers, timeout)
     return GlooTransport(store, workers, timeout)
-
-
-def _writer(trace: str | os.PathLike[str] | None, rank: int, layout: Layout) -> TraceWriter | None:
-    if trace is None:
-        return None
-    return TraceWriter(Path(trace), rank, layout.node)

@@ -6,7 +6,7 @@ import atexit
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -46,6 +46,7 @@ class Gossip:
         transport: Transport,
         coordinator: Coordinator,
         writer: TraceWriter | None,
+        inside: Sequence[NodeGradients] = (),
     ):
         self.model, self.settings, self.lanes = prepared.model, prepared.settings, lanes
         self.transport, self.coordinator = transport, coordinator
@@ -53,7 +54,7 @@ class Gossip:
         self.control = Control(prepared.rank, prepared.layout, channel)
         self.gradients = prepared.gradients
         """"node": gradients are averaged exactly inside each node. "worker": each worker steps on its own."""
-        self._unsynchronized: list[Callable[[], AbstractContextManager[None]]] = []  # for no_sync()
+        self._inside = inside  # gradients averaged inside the node, one entry per lane or none
         self._writer = writer
         self._shards = prepared.shard[1]  # over how many workers of a node one replica is spread
         self._open = True
@@ -63,6 +64,9 @@ class Gossip:
             lane.keeps_alive.append(self)
         _handles.add(self)
         self._undo += watch_loads(self.model, self._loaded)
+        for lane, averaged in zip(lanes, inside, strict=False):
+            lane.checks.append(averaged.check)
+            self.on_stop(averaged.close)
         if writer is not None:
             self._undo += watch_forward(self.model, lanes[0].forwarded)
 
@@ -298,16 +302,9 @@ class Gossip:
         inside the node the block does nothing; a model sharded by FSDP2 has its own `set_requires_gradient_sync()`.
         """
         with ExitStack() as blocks:
-            for block in self._unsynchronized:
-                blocks.enter_context(block())
+            for averaged in self._inside:
+                blocks.enter_context(averaged.no_sync())
             yield
-
-    def average_inside(self, gradients: Sequence[NodeGradients]) -> None:
-        """Average the gradients of each lane inside the node (or of none), until the handle stops."""
-        for lane, own in zip(self.lanes, gradients, strict=False):
-            lane.checks.append(own.check)
-            self._unsynchronized.append(own.no_sync)
-            self.on_stop(own.close)
 
     def on_stop(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the handle stops."""
