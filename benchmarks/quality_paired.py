@@ -38,7 +38,7 @@ Settings = dict[str, dict[str, Any]]
 
 
 def corrected(discount: float, **values: Any) -> dict[str, Any]:
-    return {"method": "gossipadam:aer", "discount": discount, **values}
+    return {"method": "gossipadam:aer", "discount": discount} | values
 
 
 def control(discount: float) -> dict[str, Any]:
@@ -58,6 +58,9 @@ SETTINGS: Settings = {
     "all-reduce, GossipAdam, discount 4": control(4),
     "gossipadam:aer inside, discount 4": corrected(4, **INSIDE),
     "gossipadam:aer inside, discount 1": corrected(1, **INSIDE),
+    "gossipadam:complete, atc, discount 2": corrected(2, method="gossipadam:complete", combine="atc"),
+    "gossipadam:aer, atc, discount 2": corrected(2, combine="atc"),
+    "gossipadam:complete, discount 2": corrected(2, method="gossipadam:complete"),
     "gossipadam:aer, discount 2, clipped as all-reduce": corrected(2, clip=0.25),
     "gossipadam:aer, discount 2, not clipped": corrected(2, clip=0.0),
 }
@@ -130,8 +133,8 @@ def table(found: tables.Found, metric: str) -> str:
         f"Every setting at learning rate {config['lr']:g}; gradients clipped at norm {config['clip']:g} under "
         "all-reduce, and at √replicas times that by gossip. `inside`: gradients averaged exactly inside a node. Loss "
         "and metric are those of the averaged model at the end: mean ± standard deviation. Differences of the loss are "
-        f"paired by seed: mean [95 % interval by Student's t]. Seeds {', '.join(map(str, seeds))}, none of which was "
-        "used to choose a rate, the form of the correction, or another setting.",
+        f"paired by seed: mean [95 % interval by Student's t]. Seeds {', '.join(map(str, seeds))}: none was used "
+        "to choose a rate or the form of the correction; seed 5 also compares discounts.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),

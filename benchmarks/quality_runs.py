@@ -155,7 +155,7 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 _SAID = {"method", "seed", "lr", "steps", "per_node", "betas", "accumulate", "betas_per", "exact_inside"}
-_SAID |= {"optimizer", "discount", "momentum", "average_every", "schedule", "warmup", "clip", "options"}
+_SAID |= {"combine", "optimizer", "discount", "momentum", "average_every", "schedule", "warmup", "clip", "options"}
 
 
 def _less_data(value: Any) -> Any:
