@@ -9,6 +9,7 @@ from collections.abc import Callable
 from gossamer.comm.transport import PeerError, clock
 from gossamer.errors import GossamerWarning
 
+LET_READ = 10.0  # seconds that worker 0, in whose process the store may live, waits for others to read from it
 WARN_AFTER = 30.0  # seconds after which a warning names the workers that are waited for
 
 

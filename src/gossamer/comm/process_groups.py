@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
+from gossamer.comm.deadline import LET_READ, Deadline
 from gossamer.comm.transport import PeerError
 from gossamer.errors import InputError
 from gossamer.topology import Layout
@@ -205,7 +206,13 @@ def share_texts(store: Store, workers: WorkerGroup, timeout: float, name: str, t
                 f"worker {rank} did not take part in sharing {name!r} within {timeout:g} s; check that every worker is "
                 "alive and makes the same calls"
             ) from error
-    return [store.get(key).decode() for key in keys]
+    texts = [store.get(key).decode() for key in keys]
+    # The store may live in worker 0's process, which must not raise and leave before the others have read.
+    read, deadline = f"{name}/read", Deadline(LET_READ)
+    store.add(read, 1)
+    while workers.rank == 0 and store.add(read, 0) < workers.size and deadline.sleep(0.002):
+        pass
+    return texts
 
 
 # Joining the job that a launcher started, and leaving it: torchrun, Slurm's srun, or Gossamer's own local workers.

@@ -24,14 +24,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from gossamer.comm.deadline import WARN_AFTER, Deadline
+from gossamer.comm.deadline import LET_READ, WARN_AFTER, Deadline
 from gossamer.comm.process_groups import PrefixStore, Store, StoreError
 from gossamer.comm.transport import PeerError, Transport
 from gossamer.errors import GossamerWarning
 
 POLL = 0.02  # seconds between looks at the register while parked
 LOOK = 0.2  # seconds between looks at which call the other workers are in, and at lost workers
-LET_READ = 10.0  # seconds that the other workers may take to read what all have posted
 
 
 COLLECTIVE = "The call is collective: make it on every worker, outside of any `if rank == 0`."
