@@ -1,17 +1,22 @@
-"""Exact reductions over all workers for collective calls: small values in double precision, and module buffers."""
+"""Exact averages over all workers for collective calls: of parameters, small values and module buffers."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator
+import math
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from gossamer.comm import Channel, Combine, Job, Stamp, reduction, room_for
+from gossamer.comm import Channel, Combine, Job, Plain, Stamp, reduction, room_for
 from gossamer.topology import Layout, build
 from gossamer.topology.schedule import Schedule
+
+if TYPE_CHECKING:
+    from gossamer.engine.lane import Lane
 
 Reduced = Generator[list[Job], None, Tensor]  # yields the exchanges it waits for, returns the result
 
@@ -58,6 +63,78 @@ class Control:
         self.channel.launch(job)
         yield [job]
         return out[: value.numel()]
+
+
+@torch.no_grad()
+def means_of(lanes: Sequence[Lane]) -> Generator[list[Job], None, list[list[Tensor]]]:
+    """The exact mean of every bucket of every lane. Collective."""
+    means, jobs = [], []
+    for lane in lanes:
+        for flat in lane.flats:
+            flat.pack()
+        outs = [lane.room(b.x) for b in lane.buckets]
+        jobs += lane.average(lane.values(), outs, Plain())
+        means.append(outs)
+    yield jobs
+    return [
+        [o[: b.x.numel()] for o, b in zip(outs, lane.buckets, strict=True)]
+        for lane, outs in zip(lanes, means, strict=True)
+    ]
+
+
+def hold_mean(
+    lanes: Sequence[Lane], control: Control, model: nn.Module | None
+) -> Generator[list[Job], None, Callable[[], None]]:
+    """Write the mean of all workers into the parameters, and into the buffers of `model` if it is given. Collective.
+
+    Returns a function that restores what they were, bit by bit.
+    """
+    means = yield from means_of(lanes)
+    buffers, kept = [], []
+    if model is not None:
+        kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        buffers = yield from averaged_buffers(model, control)
+    with torch.no_grad():
+        for lane, outs in zip(lanes, means, strict=True):
+            lane.averaged += 1
+            for bucket, mean in zip(lane.buckets, outs, strict=True):
+                _swap_contents(bucket.x, mean)
+            for flat in lane.flats:
+                flat.unpack()
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+    @torch.no_grad()
+    def restore() -> None:
+        for lane, outs in zip(lanes, means, strict=True):
+            lane.averaged -= 1
+            for bucket, own in zip(lane.buckets, outs, strict=True):
+                bucket.x.copy_(own)
+            for flat in lane.flats:
+                flat.unpack()
+        for buffer, value in kept:
+            buffer.copy_(value)
+
+    return restore
+
+
+def distance(lanes: Sequence[Lane], control: Control, shards: int) -> Generator[list[Job], None, float]:
+    """The consensus distance. `shards`: over how many workers of a node one replica is spread. Collective."""
+    means = yield from means_of(lanes)
+    squared = torch.zeros(1, dtype=torch.float64)
+    for lane, outs in zip(lanes, means, strict=True):
+        for value, center in zip(lane.values(), outs, strict=True):
+            squared += float(torch.linalg.vector_norm(value - center, dtype=torch.float64)) ** 2
+    mean = yield from control.average(squared)
+    return math.sqrt(float(mean) * shards)
+
+
+def _swap_contents(a: Tensor, b: Tensor, chunk: int = 2**18) -> None:
+    """Swap the values of two tensors in chunks, without a third tensor of their size."""
+    for start in range(0, a.numel(), chunk):
+        part = a[start : start + chunk].clone()
+        a[start : start + chunk].copy_(b[start : start + chunk])
+        b[start : start + chunk].copy_(part)
 
 
 def averaged_buffers(module: nn.Module, control: Control) -> Generator[list[Job], None, list[tuple[Tensor, Tensor]]]:

@@ -13,8 +13,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from gossamer.comm import ChannelId, Job, Plain, Purpose, Transport
-from gossamer.engine.averages import Control, averaged_buffers
+from gossamer.comm import ChannelId, Job, Purpose, Transport
+from gossamer.engine.averages import Control, distance, hold_mean
 from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.lane import Lane
 from gossamer.engine.module_hooks import watch_forward, watch_loads
@@ -370,59 +370,12 @@ class Gossip:
         except StopIteration as stop:
             return stop.value
 
-    @torch.no_grad()
-    def _means(self) -> Generator[list[Job], None, list[list[torch.Tensor]]]:
-        """The exact mean of every bucket of every lane."""
-        means, jobs = [], []
-        for lane in self.lanes:
-            for flat in lane.flats:
-                flat.pack()
-            outs = [lane.room(b.x) for b in lane.buckets]
-            jobs += lane.average(lane.values(), outs, Plain())
-            means.append(outs)
-        yield jobs
-        for lane, outs in zip(self.lanes, means, strict=True):
-            for b, bucket in enumerate(lane.buckets):
-                outs[b] = outs[b][: bucket.x.numel()]
-        return means
-
     def _enter_average(self) -> Collective:
-        means = yield from self._means()
-        buffers, kept = [], []
-        if self.settings.buffers == "average":
-            kept = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
-            buffers = yield from averaged_buffers(self.model, self.control)
-        with torch.no_grad():
-            for lane, outs in zip(self.lanes, means, strict=True):
-                lane.averaged += 1
-                for bucket, mean in zip(lane.buckets, outs, strict=True):
-                    _exchange_contents(bucket.x, mean)
-                for flat in lane.flats:
-                    flat.unpack()
-            for buffer, value in buffers:
-                buffer.copy_(value)
-
-        @torch.no_grad()
-        def restore() -> None:
-            for lane, outs in zip(self.lanes, means, strict=True):
-                lane.averaged -= 1
-                for bucket, own in zip(lane.buckets, outs, strict=True):
-                    bucket.x.copy_(own)
-                for flat in lane.flats:
-                    flat.unpack()
-            for buffer, value in kept:
-                buffer.copy_(value)
-
-        return restore
+        model = self.model if self.settings.buffers == "average" else None
+        return hold_mean(self.lanes, self.control, model)
 
     def _measure_distance(self) -> Collective:
-        means = yield from self._means()
-        squared = torch.zeros(1, dtype=torch.float64)
-        for lane, outs in zip(self.lanes, means, strict=True):
-            for value, center in zip(lane.values(), outs, strict=True):
-                squared += float(torch.linalg.vector_norm(value - center, dtype=torch.float64)) ** 2
-        mean = yield from self.control.average(squared)
-        return (float(mean) * self._shards) ** 0.5
+        return distance(self.lanes, self.control, self._shards)
 
     def _check_state(self, state: dict[str, Any]) -> None:
         if state.get("version") != 1:
@@ -458,14 +411,6 @@ class Gossip:
                 for flat in lane.flats:
                     ends.callback(flat.release)
                 ends.callback(lane.close, drain)
-
-
-def _exchange_contents(a: torch.Tensor, b: torch.Tensor, chunk: int = 2**18) -> None:
-    """Swap the values of two tensors in chunks, without a third tensor of their size."""
-    for start in range(0, a.numel(), chunk):
-        part = a[start : start + chunk].clone()
-        a[start : start + chunk].copy_(b[start : start + chunk])
-        b[start : start + chunk].copy_(part)
 
 
 _handles: weakref.WeakSet[Gossip] = weakref.WeakSet()
