@@ -36,6 +36,7 @@ LAYERS = {
     "comm": _layer("topology", "trace", distributed=True),
     "engine": _layer("comm", "topology", "trace"),
     "checkpoint": _layer(public=True),
+    "integrations": _layer("checkpoint", public=True),
     "optim": _layer(),
     "lab": _layer("predict", "trace", "comm", public=True),  # comm: a process group and torch's DDP for `bench`
     "recipes": _layer(public=True),
