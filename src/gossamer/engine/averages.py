@@ -71,6 +71,7 @@ def means_of(lanes: Sequence[Lane]) -> Generator[list[Job], None, list[list[Tens
     means, jobs = [], []
     for lane in lanes:
         for flat in lane.flats:
+            flat.check()
             flat.pack()
         outs = [lane.room(b.x) for b in lane.buckets]
         jobs += lane.average(lane.values(), outs, Plain())
