@@ -24,14 +24,14 @@ class Tied(nn.Module):
         super().__init__()
         self.embed, self.out = nn.Embedding(30, 8), nn.Linear(8, 30)
         self.out.weight = self.embed.weight
-        self.conv = nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(1, 4, 3, bias=False).to(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm2d(4)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.steps += 1
         image = self.embed(tokens).unsqueeze(1)  # (batch, 1, 8 tokens, 8 features)
-        return self.out(self.embed(tokens)) + self.norm(self.conv(image)).mean()
+        return self.out(self.embed(tokens) * (1 + self.norm(self.conv(image)).relu().mean()))
 
 
 def plain_savers(model: nn.Module, folder: Path) -> dict[str, State]:
@@ -88,7 +88,7 @@ def assert_saved(results, savers):
     (own, mean, files), (other, *_) = results
     assert list(files) == savers
     for name, value in mean.items():
-        if name == "steps":
+        if not value.is_floating_point():
             continue
         assert not torch.equal(own[name], value)  # the workers' models differ
         torch.testing.assert_close(value, (own[name] + other[name]) / 2)

@@ -21,6 +21,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from gossamer.errors import GossamerError, InputError
 from gossamer.topology.schedule import bucket_count
@@ -55,7 +56,7 @@ class Flat:
         for place, pointer in zip(self.places, self._pointers, strict=True):
             tensor = _local(place.parameter) if self.packed else place.parameter
             if tensor.data_ptr() != pointer:
-                if tensor.is_shared() and not tensor.is_cuda:
+                if not tensor.is_cuda and tensor.is_shared():  # type: ignore[no-untyped-call]
                     raise GossamerError(
                         f"parameter {place.name!r} was moved to shared memory after decentralize() (by share_memory() "
                         "or by sending it to another process); share or send a copy: copy.deepcopy(model)"
@@ -143,7 +144,7 @@ def _point_into(buffer: Tensor, place: Place) -> None:
     """Move a parameter into the buffer. See Note [Why every parameter has a storage of its own]."""
     parameter = place.parameter
     part = buffer[place.start : place.start + place.elements]
-    home = torch.from_dlpack(part.view(torch.uint8)).view(part.dtype)  # as bytes: DLPack does not know every dtype
+    home = from_dlpack(part.view(torch.uint8)).view(part.dtype)  # as bytes: DLPack does not know every dtype
     # a parameter that is dense in another order of dimensions (channels_last) keeps its strides
     dense = torch.empty_like(parameter.data, memory_format=torch.preserve_format).stride() == parameter.stride()
     value = home.as_strided(parameter.shape, parameter.stride()) if dense else home.view(parameter.shape)
