@@ -119,6 +119,14 @@ def hold_mean(
     return restore
 
 
+def keep_mean(lanes: Sequence[Lane], control: Control, model: nn.Module | None) -> Generator[list[Job], None, None]:
+    """Replace the parameters by the mean of all workers, and the buffers of `model` if it is given. Collective."""
+    yield from hold_mean(lanes, control, model)
+    for lane in lanes:
+        lane.averaged -= 1
+        lane.adopt()
+
+
 def distance(lanes: Sequence[Lane], control: Control, shards: int) -> Generator[list[Job], None, float]:
     """The consensus distance. `shards`: over how many workers of a node one replica is spread. Collective."""
     means = yield from means_of(lanes)

@@ -52,7 +52,7 @@ class Flat:
         self._pointers = [_local(p.parameter).data_ptr() for p in self.places]
 
     def check(self) -> None:
-        """Raise if a parameter has been moved to other memory (by `.to()`, `.share_memory()`, assignment to `.data`)."""
+        """Raise if a parameter has been moved to other memory (by `.to()`, `share_memory()`, assignment to `.data`)."""
         for place, pointer in zip(self.places, self._pointers, strict=True):
             tensor = _local(place.parameter) if self.packed else place.parameter
             if tensor.data_ptr() != pointer:
