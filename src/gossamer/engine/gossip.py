@@ -37,6 +37,7 @@ COUNTS = (
     "seconds_waited",
 )
 """Counts of `Gossip.stats` that are numbers in `Gossip.scalars` too."""
+EQUAL = 1e-6  # distance of equal parameters to their mean, relative to their norm: the rounding of the mean
 Collective = Generator[list[Job], None, Any]  # yields the exchanges it waits for
 
 
@@ -73,8 +74,8 @@ class Gossip:
         self._open = True
         self._shared = 0  # calls of share()
         self._distance: float | None = None  # the consensus distance when it was last measured exactly
-        self._said_equal = False
-        self._equal_at: int | None = None  # steps at which all workers held equal parameters, while they do
+        self._apart = False  # the workers' parameters have differed
+        self._equal_at: int | None = None  # steps at which they were equal
         self._undo: list[Callable[[], None]] = []
         for lane in lanes:
             lane.keeps_alive.append(self)
@@ -405,23 +406,24 @@ class Gossip:
                 )
 
     def _warn_if_equal(self, distance: float) -> None:
-        """Warn, once, if all workers held equal parameters in two measurements with steps between them.
+        """Warn, once, if all workers held equal parameters in every measurement, with steps between them.
 
         Adapt then combine is left out: a round that is an exact average makes the workers equal.
         """
-        if distance != 0 or self.replicas == 1 or isinstance(self.settings.algorithm, ATC):
-            self._equal_at = None
+        self._apart |= distance > EQUAL * math.hypot(*(norm for lane in self.lanes for norm in lane.norms()))
+        if self._apart or self.replicas == 1 or isinstance(self.settings.algorithm, ATC):
             return
         before, self._equal_at = self._equal_at, self.lanes[0].metrics.steps
-        if before is not None and before < self._equal_at and not self._said_equal and self.control.place == 0:
-            self._said_equal = True
-            warnings.warn(
-                f"the consensus distance is exactly 0 after {self._equal_at} steps: the {self.replicas} replicas take "
-                "equal steps, so gossip does nothing; let each train on its own data, and switch off DDP or whatever "
-                "else averages their gradients",
-                GossamerWarning,
-                stacklevel=3,
-            )
+        if before is not None and before < self._equal_at:
+            self._apart = True  # say it once
+            if self.control.place == 0:
+                warnings.warn(
+                    f"the consensus distance is still 0 after {self._equal_at} steps: the {self.replicas} replicas "
+                    "take equal steps, so gossip does nothing; let each train on its own data, and switch off DDP or "
+                    "whatever else averages their gradients",
+                    GossamerWarning,
+                    stacklevel=3,
+                )
 
     def _collectively(self, call: str, steps: Callable[[], Collective]) -> Any:
         with self._together(call):
