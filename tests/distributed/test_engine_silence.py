@@ -10,7 +10,6 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -193,8 +192,8 @@ def hybrid(rank, group):
 @pytest.mark.parametrize("group", [False, True])
 def test_the_error_of_hsdp_names_the_mesh_that_fits(pools, group):
     for said in pools(2, 2).run(hybrid, group):
-        assert "shards the model over one dimension of its mesh, 'shards'" in said
-        assert "averages gradients over the other, 'replicas', in every step (HSDP)" in said
+        assert "shards the model over the dimension 'shards' of its mesh" in said
+        assert "averages gradients over the dimension 'replicas' in every step (HSDP)" in said
         assert "fully_shard(model, mesh=mesh['shards'])" in said
         assert "decentralize(..., process_group=mesh['replicas'])" in said
 

@@ -73,7 +73,7 @@ def test_buffers_stay_local_if_they_are_local():
 
 @pytest.mark.parametrize("settings", [{}, {"algorithm": "ad-psgd"}], ids=str)
 def test_without_averaging_every_worker_keeps_its_own(settings):
-    cluster, models = trained(settings)
+    cluster, _ = trained(settings)
     cluster.catch_up()
     own = [g.lanes[0].values()[0].clone() for g in cluster.gossips]
     places = [g.lanes[0].flats[0].places[0] for g in cluster.gossips]

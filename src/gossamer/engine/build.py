@@ -148,10 +148,9 @@ def _schedule(
     if hybrid is not None and shared != mine:
         outer, inner = hybrid
         raise InputError(
-            f"FSDP2 shards the model over one dimension of its mesh, {inner!r}, and averages gradients over the other, "
-            f"{outer!r}, in every step (HSDP), so nothing is left to gossip; shard over the first dimension only, "
-            f"fully_shard(model, mesh=mesh[{inner!r}]), and gossip over the other, decentralize(..., "
-            f"process_group=mesh[{outer!r}])"
+            f"FSDP2 shards the model over the dimension {inner!r} of its mesh and averages gradients over the "
+            f"dimension {outer!r} in every step (HSDP), so nothing is left to gossip; gossip over {outer!r} instead: "
+            f"fully_shard(model, mesh=mesh[{inner!r}]) and decentralize(..., process_group=mesh[{outer!r}])"
         )
     kind = "wrapped in DDP" if group is not None else "sharded by FSDP2"
     if shared != mine or len(spread) != len(shared):

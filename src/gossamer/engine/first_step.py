@@ -96,12 +96,12 @@ def _checksum_of_inputs(values: list[Any]) -> int | None:
 
 
 def _checksum_of_gradients(optimizer: Optimizer) -> int | None:
-    """A checksum of some values of every gradient; None if all of them are zero, which says nothing."""
+    """A checksum of some values of every gradient; None if all are zero or one is not finite, which says nothing."""
     gradients = [p.grad.detach() for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     local = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
     spread = [g.flatten()[:: max(1, g.numel() // SAMPLES)].double() for g in local if g.numel()]
     values = torch.cat(spread) if spread else torch.zeros(0)
-    return _checksum(values) if values.any() else None
+    return _checksum(values) if values.any() and values.isfinite().all() else None
 
 
 def _checksum(values: Tensor) -> int:

@@ -8,7 +8,7 @@ Note [Why every parameter has a storage of its own]
     A slice of the buffer is a view: all parameters would share the buffer's storage. Savers that look at storages
     (safetensors, Accelerate, hub savers) take parameters of one storage for tied weights and keep one of them, and
     `torch.save` of one parameter writes all of them. So a parameter is no view but a tensor with a storage that covers
-    its own part of the buffer's memory; DLPack makes such a tensor on every device, and it keeps the buffer alive.
+    its own part of the buffer's memory; DLPack makes such a tensor on CPU and CUDA, and it keeps the buffer alive.
     Calls that replace the contents of a storage (`share_memory_()`, sending a parameter to another process) move the
     parameter out of the buffer, which `Flat.check` finds.
 """

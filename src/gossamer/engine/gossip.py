@@ -410,7 +410,8 @@ class Gossip:
 
         Adapt then combine is left out: a round that is an exact average makes the workers equal.
         """
-        self._apart |= distance > EQUAL * math.hypot(*(norm for lane in self.lanes for norm in lane.norms()))
+        norm = math.hypot(*(norm for lane in self.lanes for norm in lane.norms()))
+        self._apart |= not distance <= EQUAL * norm  # not a number: say nothing
         if self._apart or self.replicas == 1 or isinstance(self.settings.algorithm, ATC):
             return
         before, self._equal_at = self._equal_at, self.lanes[0].metrics.steps
