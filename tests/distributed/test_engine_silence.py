@@ -70,17 +70,18 @@ def test_one_replica_has_nothing_to_gossip(pools, kind, remedy):
 # Gradients that are averaged already.
 
 
-def averaged_elsewhere(rank, decentralize, settings):
-    """A framework has wrapped the model in DDP, and the bare model is passed, as in a Lightning hook."""
+def measured(rank, decentralize, wrap, settings):
+    """Train, and measure the consensus distance from step 13 on. `wrap`: a framework has wrapped the model in DDP, and
+    the bare model is passed to decentralize, as in a Lightning hook."""
     model = seeded(0, mlp)
-    wrapped = DistributedDataParallel(model)
+    called = DistributedDataParallel(model) if wrap else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     distances = []
 
     def train():
         with decentralize(model, optimizer, **settings) as gossip:
             for step in range(20):
-                loss_of(wrapped, rank, step).backward()
+                loss_of(called, rank, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 if step >= 12 and step % 2 == 0:
@@ -90,7 +91,7 @@ def averaged_elsewhere(rank, decentralize, settings):
 
 
 def test_gradients_that_are_averaged_elsewhere_are_noticed(pools):
-    (said, distances), *others = pools(3).run(real, averaged_elsewhere, {})
+    (said, distances), *others = pools(3).run(real, measured, True, {})
     assert max(distances) < 1e-6  # the rounding of the mean
     first, second = said
     assert "all 3 workers had the same gradient in their first step" in first
@@ -101,25 +102,9 @@ def test_gradients_that_are_averaged_elsewhere_are_noticed(pools):
 
 def test_equal_workers_after_an_exact_combination_are_fine(pools):
     """atc on the complete topology: equal after every step, by the method itself."""
-    (said, distances), *_ = pools(3).run(real, combined, {"algorithm": "atc", "topology": "complete"})
+    (said, distances), *_ = pools(3).run(real, measured, False, {"algorithm": "atc", "topology": "complete"})
     assert said == []
     assert max(distances) < 1e-6
-
-
-def combined(rank, decentralize, settings):
-    model = seeded(0, mlp)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    distances = []
-
-    def train():
-        with decentralize(model, optimizer, **settings) as gossip:
-            for step in range(10):
-                loss_of(model, rank, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                distances.append(gossip.consensus_distance())
-
-    return said_while(train), distances
 
 
 def ddp_in_a_wrapper(rank, decentralize, kind):
