@@ -110,7 +110,7 @@ def test_elastic_workers_leave_with_their_own_values_or_with_the_mean(monkeypatc
         with gossip.averaged() as model:
             mean = vector(model)
         own = vector(gossip.model)
-        assert gossip.scalars()["gossip/members"] == 3
+        assert 1 <= gossip.scalars()["gossip/members"] <= 3  # others may have left already
         if average:
             gossip.close(average=True)
             assert not gossip.in_meeting
