@@ -198,13 +198,16 @@ class DenseHandle:
         self.wait_for_all("gather")
         return [self.cluster.posted[key][r] for r in range(self.cluster.layout.n)]  # type: ignore[index]
 
+    def average(self) -> None:
+        everyone = self.gather([lane.values() for lane in self.lanes])
+        for at, lane in enumerate(self.lanes):
+            lane.write([sum(theirs[at][b] for theirs in everyone) / len(everyone) for b in range(len(lane.kinds))])
+
     @contextmanager
     def averaged(self) -> Any:
         self.meet()
         own = [lane.values() for lane in self.lanes]
-        everyone = self.gather(own)
-        for at, lane in enumerate(self.lanes):
-            lane.write([sum(theirs[at][b] for theirs in everyone) / len(everyone) for b in range(len(lane.kinds))])
+        self.average()
         yield self.model
         for lane, values in zip(self.lanes, own, strict=True):
             lane.write(values)
@@ -218,6 +221,7 @@ class DenseHandle:
 
     def close(self) -> None:
         self.meet()
+        self.average()
 
     def __enter__(self) -> DenseHandle:
         return self

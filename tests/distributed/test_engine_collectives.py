@@ -194,3 +194,22 @@ def endless(rank, decentralize, timeout):
 @pytest.mark.parametrize("timeout", [1e10, timedelta.max])
 def test_a_timeout_may_be_as_long_as_forever(pools, timeout):
     assert len(pools(2).run(real, endless, timeout)) == 2
+
+
+def closed_differently(rank, decentralize):
+    model = seeded(rank, mlp)
+    optimizer = sgd(model)
+    gossip = decentralize(model, optimizer, broadcast=False)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    own = vector(model)
+    _, said = caught(lambda: gossip.close(average=rank != 1))
+    return said, torch.equal(own, vector(model)), caught(lambda: average(gossip))[1]
+
+
+def test_workers_must_agree_on_what_close_leaves(pools):
+    for said, unchanged, after in pools(3).run(real, closed_differently):
+        assert "close(average=False)" in said
+        assert "close()" in said
+        assert unchanged
+        assert "after close()" in after

@@ -133,6 +133,38 @@ def without_group(rank):
             return str(error)
 
 
+def over_other_meshes(rank):
+    """DTensors that lie over the workers that gossip, though not all of them, or not by default."""
+    with process_group():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        found = []
+        for plans, group in (
+            ({"0": "tp", "2": "tp"}, "tp"),  # the wrong dimension
+            ({"0": "tp", "2": "dp"}, "dp"),  # the second layer lies over the replicas
+        ):
+            model = whole_model()
+            for layer, dimension in plans.items():
+                parallelize_module(model, mesh[dimension], {layer: ColwiseParallel()})
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+            with pytest.raises(InputError) as error:
+                gossamer.decentralize(model, optimizer, topology="ring", process_group=mesh[group], timeout=60)
+            found.append(str(error.value))
+        return found
+
+
+def split_over_one(rank):
+    """Tensor parallelism of size 1: every worker is a replica of its own."""
+    with process_group():
+        mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+        model = whole_model()
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        with gossamer.decentralize(model, optimizer, process_group=mesh["dp"], timeout=60) as gossip:
+            model(batch(rank, 0)).square().mean().backward()
+            optimizer.step()
+            return gossip.replicas, gossip.consensus_distance()
+
+
 def wrong_mesh(rank):
     with process_group():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -174,6 +206,19 @@ def test_tensor_parallelism_without_a_group_is_refused(pools):
     for rank, said in enumerate(pools(4).run(without_group)):
         assert "worker 0: the parameters are DTensors over workers [0, 1]" in said, rank
         assert "process_group=" in said
+
+
+def test_dtensors_over_workers_that_gossip_are_refused_by_their_name(pools):
+    for rank, (dimension, second) in enumerate(pools(4).run(over_other_meshes)):
+        first = rank - rank % 2
+        assert f"the parameters are DTensors over workers [{first}, {first + 1}], which would gossip" in dimension
+        assert f"the parameters are DTensors over workers [{rank % 2}, {rank % 2 + 2}], which would gossip" in second
+
+
+def test_tensor_parallelism_of_one_worker_is_no_parallelism(pools):
+    for replicas, distance in pools(4).run(split_over_one):
+        assert replicas == 4
+        assert distance > 0
 
 
 def test_wrong_groups_are_named(pools):

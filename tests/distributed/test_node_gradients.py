@@ -310,11 +310,12 @@ def part_of_the_workers(rank):
         model = seeded(rank, mlp)
         if rank not in (0, 3):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            with decentralize(model, optimizer, gradients="node", process_group=group):
-                for step in range(3):
-                    loss_of(model, rank, step).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+            gossip = decentralize(model, optimizer, gradients="node", process_group=group)
+            for step in range(3):
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            gossip.close(average=False)
         dist.barrier()
         return vector(model)
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed import HashStore
 
 import gossamer
-from gossamer.engine.module_hooks import watch_first_batch, watch_forward, watch_loads
+from gossamer.engine.first_step import watch_first_step
+from gossamer.engine.module_hooks import watch_forward, watch_loads
 from gossamer.errors import GossamerWarning
 
 
@@ -32,10 +33,10 @@ class CountingStore:
         return call
 
 
-def watched(store, rank=0, size=2, model=None):
+def watched(store, rank=0, size=2, model=None, replicas=2):
     model = nn.Linear(3, 2) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch_first_batch(model, optimizer, store, rank, size)
+    watch_first_step(model, optimizer, store, rank, size, replicas=replicas)
     return model, optimizer
 
 
@@ -119,6 +120,27 @@ def test_worker_0_warns_about_equal_first_batches_only():
                     optimizer.step()
         said = [str(w.message) for w in caught if issubclass(w.category, GossamerWarning)]
         assert len(said) == same
+
+
+@pytest.mark.parametrize(("gradients", "replicas", "warns"), [
+    ([[1.0, 2.0], [1.0, 2.0]], 2, True),  # something has averaged them
+    ([[1.0, 2.0], [1.0, 2.5]], 2, False),
+    ([[0.0, 0.0], [0.0, 0.0]], 2, False),  # says nothing about where the gradients come from
+    ([[1.0, 2.0], [1.0, 2.0]], 1, False),  # the workers of one replica
+])  # fmt: skip
+def test_worker_0_warns_about_equal_first_gradients(gradients, replicas, warns):
+    """Without a call of the model, as in Lightning's training_step, there is no first batch to compare."""
+    store = HashStore()
+    made = [watched(store, rank, replicas=replicas) for rank in range(2)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(20):
+            for (model, optimizer), first in zip(made, gradients, strict=True):
+                model.bias.grad = torch.tensor(first) + step
+                optimizer.step()
+    said = [str(w.message) for w in caught if issubclass(w.category, GossamerWarning)]
+    assert len(said) == warns
+    assert all("all 2 workers had the same gradient in their first step" in text for text in said)
 
 
 def test_forward_passes_are_timed_in_training_only():

@@ -137,6 +137,17 @@ def ddp_process_group(model: torch.nn.Module) -> Any | None:
     return None
 
 
+def ddp_inside(model: torch.nn.Module) -> tuple[str, list[int]] | None:
+    """The name and the ranks of a DDP module that is inside `model` and is not `model` itself; None if there is none
+    that averages over several workers."""
+    for name, module in model.named_modules():
+        if name and isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            ranks = group_ranks(module.process_group)
+            if len(ranks) > 1:
+                return name, ranks
+    return None
+
+
 def private_ddp(
     model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter], group: ProcessGroup, *, broadcast: bool
 ) -> torch.nn.parallel.DistributedDataParallel:
@@ -169,6 +180,17 @@ def is_fully_sharded(model: torch.nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule  # takes a second to import
 
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def hybrid_dimensions(parameter: Tensor) -> tuple[str, str] | None:
+    """How users name the two dimensions of a mesh on which FSDP2 replicates and shards a parameter (HSDP), replicas
+    first; None if FSDP2 does not replicate it."""
+    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+    placements: Any = parameter.placements  # type: ignore[attr-defined]
+    if mesh.ndim < 2 or not placements[0].is_replicate():
+        return None
+    names = mesh.mesh_dim_names or ("replicate", "shard")
+    return str(names[0]), str(names[1])
 
 
 def sharded_ranks(parameter: Tensor) -> list[int]:

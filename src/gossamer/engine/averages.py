@@ -71,6 +71,7 @@ def means_of(lanes: Sequence[Lane]) -> Generator[list[Job], None, list[list[Tens
     means, jobs = [], []
     for lane in lanes:
         for flat in lane.flats:
+            flat.check()
             flat.pack()
         outs = [lane.room(b.x) for b in lane.buckets]
         jobs += lane.average(lane.values(), outs, Plain())
@@ -116,6 +117,14 @@ def hold_mean(
             buffer.copy_(value)
 
     return restore
+
+
+def keep_mean(lanes: Sequence[Lane], control: Control, model: nn.Module | None) -> Generator[list[Job], None, None]:
+    """Replace the parameters by the mean of all workers, and the buffers of `model` if it is given. Collective."""
+    yield from hold_mean(lanes, control, model)
+    for lane in lanes:
+        lane.averaged -= 1
+        lane.adopt()
 
 
 def distance(lanes: Sequence[Lane], control: Control, shards: int) -> Generator[list[Job], None, float]:

@@ -8,7 +8,15 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from gossamer.comm import Transport, ddp_process_group, group_ranks, is_fully_sharded, sharded_ranks
+from gossamer.comm import (
+    Transport,
+    ddp_inside,
+    ddp_process_group,
+    group_ranks,
+    hybrid_dimensions,
+    is_fully_sharded,
+    sharded_ranks,
+)
 from gossamer.engine.asynchronous import AsyncLane
 from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.flat import cut, flatten, is_sharded, refuse_overlaps
@@ -19,6 +27,7 @@ from gossamer.engine.policies import Filter, Gradients, Settings, Synchronous
 from gossamer.engine.prepared import Prepared
 from gossamer.engine.protocol import ScalesWithReplicas
 from gossamer.engine.synchronous import SyncLane
+from gossamer.engine.unwrap import unwrapped
 from gossamer.errors import InputError
 from gossamer.topology import Layout, resolve
 from gossamer.topology.schedule import Schedule
@@ -43,7 +52,7 @@ def prepare(
         raise InputError(
             f"decentralize() takes a model and its optimizer, got {type(model).__name__} as the model; pass a module"
         )
-    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers = [unwrapped(o) for o in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     for o in optimizers:
         if not isinstance(o, Optimizer):
             raise InputError(f"decentralize() takes a torch optimizer or a list of them, got {type(o).__name__}")
@@ -101,22 +110,25 @@ def _schedule(
     }
     if isinstance(settings.algorithm, Synchronous):
         policy["average_every"] = settings.algorithm.average_every // settings.algorithm.every
+    _refuse_ddp_inside(model)
     group = ddp_process_group(model)
     sharded = [p for p in model.parameters() if is_sharded(p)]
     if group is None and not sharded:
         if gradients_of_bare_model(settings.gradients, layout) == "worker":
             return Schedule(resolve(topology, layout), **policy), model
         return Schedule(resolve(topology, Layout.of([1] * layout.nodes)), inside=layout, **policy), model
-    spread = group_ranks(group) if group is not None else sharded_ranks(sharded[0])
+    meshes = [group_ranks(group)] if group is not None else [sharded_ranks(p) for p in sharded]
+    spread = max(meshes, key=lambda mesh: len(set(mesh) & set(ranks)))
     shared = sorted(ranks.index(r) for r in spread if r in ranks)
-    if group is None and shared == [rank] and len(spread) > 1:  # tensor parallelism beside gossip: shards match
+    fully = group is None and is_fully_sharded(model)
+    if group is None and shared == [rank] and not (fully and len(spread) == 1):  # beside gossip: shards match
         if gradients_of_bare_model(settings.gradients, layout) == "node":
             raise InputError(
                 "gradients='node' cannot average the gradients of DTensors, and the parameters are sharded over "
                 f"workers {sorted(spread)}; use gradients='worker'"
             )
         return Schedule(resolve(topology, layout), **policy), model
-    if group is None and not is_fully_sharded(model):
+    if group is None and not fully:
         raise InputError(
             f"the parameters are DTensors over workers {sorted(spread)}, which would gossip with each other; pass the "
             "workers that hold equal shards as process_group=, such as the data-parallel dimension of the mesh"
@@ -132,6 +144,14 @@ def _schedule(
             "wrapped in DDP or sharded by FSDP2; use algorithm='awc'"
         )
     mine = list(layout.members[layout.node[rank]])
+    hybrid = hybrid_dimensions(sharded[0]) if fully else None
+    if hybrid is not None and shared != mine:
+        outer, inner = hybrid
+        raise InputError(
+            f"FSDP2 shards the model over the dimension {inner!r} of its mesh and averages gradients over the "
+            f"dimension {outer!r} in every step (HSDP), so nothing is left to gossip; gossip over {outer!r} instead: "
+            f"fully_shard(model, mesh=mesh[{inner!r}]) and decentralize(..., process_group=mesh[{outer!r}])"
+        )
     kind = "wrapped in DDP" if group is not None else "sharded by FSDP2"
     if shared != mine or len(spread) != len(shared):
         raise InputError(
@@ -155,6 +175,18 @@ def _schedule(
         raise InputError("some parameters are sharded by FSDP2 and some are not; apply fully_shard to the whole model")
     place = mine.index(rank)
     return Schedule(between, ranks=tuple(m[place] for m in layout.members), **policy), model
+
+
+def _refuse_ddp_inside(model: nn.Module) -> None:
+    found = ddp_inside(model)
+    if found is not None:
+        name, ranks = found
+        raise InputError(
+            f"the model contains DistributedDataParallel at {name!r}, which averages the gradients of workers {ranks}, "
+            "so they would hold equal models; pass the bare model before a framework wraps it (Fabric, Lightning: a "
+            "strategy other than 'ddp'), or, with gossamer.node_group() as its process group, the "
+            "DistributedDataParallel module itself"
+        )
 
 
 def gradients_of_bare_model(asked: Gradients, layout: Layout) -> Literal["node", "worker"]:

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -39,9 +40,9 @@ from gossamer.engine.build import open_gossip, open_lanes, prepare
 from gossamer.engine.consistency import agree, describe
 from gossamer.engine.coordinator import StaticCoordinator
 from gossamer.engine.elastic import ElasticCoordinator, ElasticGossip, ElasticLane
+from gossamer.engine.first_step import watch_first_step
 from gossamer.engine.flat import is_sharded
 from gossamer.engine.gossip import Gossip
-from gossamer.engine.module_hooks import watch_first_batch
 from gossamer.engine.node_gradients import NodeGradients, node_gradients
 from gossamer.engine.policies import (
     Algorithm,
@@ -58,7 +59,7 @@ from gossamer.engine.policies import (
     WireName,
 )
 from gossamer.engine.prepared import Prepared
-from gossamer.errors import GossamerError, InputError
+from gossamer.errors import GossamerError, GossamerWarning, InputError
 from gossamer.topology import Layout, TopologyLike
 from gossamer.trace import TraceWriter
 
@@ -90,7 +91,8 @@ def decentralize(
 
     Args:
         model: The module to train, on every worker; it may be sharded by FSDP2 over the node.
-        optimizer: The torch optimizer of its parameters, or a list of several.
+        optimizer: The torch optimizer of its parameters, or a list of several. A wrapper of Accelerate, Lightning or
+            Fabric stands for the optimizer inside it.
         topology: Which workers average in which round: a name (`gossamer topology list`), a `Topology`, a networkx
             graph, a weight matrix or a JSON file.
         algorithm: "awc" communicates while adapting and overlaps forward and backward; "atc" adapts, then combines.
@@ -208,6 +210,7 @@ def _static(worker: _Worker, process_group: ProcessGroup | DeviceMesh | None, br
         agree(transport.share("description", text), worker.error)
         prepared = worker.prepared
         assert prepared is not None
+        _warn_if_single(prepared, worker.model, workers)
         if broadcast and workers.size > 1:
             _broadcast(prepared, transport)
         policy = prepared.settings.algorithm
@@ -219,9 +222,30 @@ def _static(worker: _Worker, process_group: ProcessGroup | DeviceMesh | None, br
         gossip = open_gossip(prepared, transport, coordinator, worker.writer, inside)
         on_error.pop_all()
     if workers.size > 1:
-        for undo in watch_first_batch(worker.model, prepared.optimizers[0], store, workers.rank, workers.size):
+        for undo in watch_first_step(
+            worker.model, prepared.optimizers[0], store, workers.rank, workers.size, replicas=gossip.replicas
+        ):
             gossip.on_stop(undo)
     return gossip
+
+
+def _warn_if_single(prepared: Prepared, model: nn.Module, workers: WorkerGroup) -> None:
+    """Warn, on worker 0, if several workers are one replica."""
+    if prepared.schedule.topology.n > 1 or workers.size == 1 or workers.rank != 0:
+        return
+    if ddp_process_group(model) is not None:
+        by, instead = "DDP", "the bare model"
+    elif prepared.sharded:
+        by, instead = "FSDP2", "a model that is sharded over fewer workers"
+    else:
+        by, instead = "gradients='node'", "gradients='worker'"
+    warnings.warn(
+        f"all {workers.size} workers are on one node, where {by} averages their gradients, so they are one replica and "
+        f"there is nothing to gossip; pass {instead} to gossip between these workers, or start workers on several "
+        "nodes",
+        GossamerWarning,
+        stacklevel=4,
+    )
 
 
 def _elastic(worker: _Worker, broadcast: bool) -> ElasticGossip:

@@ -1,8 +1,16 @@
-"""Flat buffers: the parameters of a lane as views of one buffer per dtype and device, cut into buckets.
+"""Flat buffers: the parameters of a lane lie in the memory of one buffer per dtype and device, cut into buckets.
 
-An exchange then sends from the parameter storage itself, without packing, and needs one receive buffer. A bucket is a
+An exchange then sends from the parameters' memory itself, without packing, and needs one receive buffer. A bucket is a
 plain slice and may cut a parameter in two. Sharded parameters (FSDP2) keep their storage: their local shards are packed
 into the buffer before an exchange and written back after it.
+
+Note [Why every parameter has a storage of its own]
+    A slice of the buffer is a view: all parameters would share the buffer's storage. Savers that look at storages
+    (safetensors, Accelerate, hub savers) take parameters of one storage for tied weights and keep one of them, and
+    `torch.save` of one parameter writes all of them. So a parameter is no view but a tensor with a storage that covers
+    its own part of the buffer's memory; DLPack makes such a tensor on CPU and CUDA, and it keeps the buffer alive.
+    Calls that replace the contents of a storage (`share_memory_()`, sending a parameter to another process) move the
+    parameter out of the buffer, which `Flat.check` finds.
 """
 
 from __future__ import annotations
@@ -13,6 +21,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from gossamer.errors import GossamerError, InputError
 from gossamer.topology.schedule import bucket_count
@@ -32,8 +41,8 @@ class Place:
 
 @dataclass
 class Flat:
-    """One buffer and its parameters. If `packed`, the parameters (local shards of DTensors) keep their own storage;
-    otherwise they are views of the buffer."""
+    """One buffer and its parameters. If `packed`, the parameters (local shards of DTensors) have memory of their own;
+    otherwise they lie in the buffer."""
 
     buffer: Tensor
     places: list[Place]
@@ -43,10 +52,15 @@ class Flat:
         self._pointers = [_local(p.parameter).data_ptr() for p in self.places]
 
     def check(self) -> None:
-        """Raise if a parameter has been moved to other storage (by `.to()`, `.half()`, assignment to `.data`)."""
+        """Raise if a parameter has been moved to other memory (by `.to()`, `share_memory()`, assignment to `.data`)."""
         for place, pointer in zip(self.places, self._pointers, strict=True):
             tensor = _local(place.parameter) if self.packed else place.parameter
             if tensor.data_ptr() != pointer:
+                if not tensor.is_cuda and tensor.is_shared():  # type: ignore[no-untyped-call]
+                    raise GossamerError(
+                        f"parameter {place.name!r} was moved to shared memory after decentralize() (by share_memory() "
+                        "or by sending it to another process); share or send a copy: copy.deepcopy(model)"
+                    )
                 raise GossamerError(
                     f"parameter {place.name!r} was moved to other storage after decentralize() (by .to(), .half() or "
                     "an assignment to .data); move and cast the model first, then call decentralize()"
@@ -54,14 +68,14 @@ class Flat:
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Copy the parameters into the buffer if they are not views of it."""
+        """Copy the parameters into the buffer if they do not lie in it."""
         if self.packed:
             for place in self.places:
                 self.buffer[place.start : place.start + place.elements].copy_(_local(place.parameter).reshape(-1))
 
     @torch.no_grad()
     def unpack(self) -> None:
-        """Copy the buffer into the parameters if they are not views of it."""
+        """Copy the buffer into the parameters if they do not lie in it."""
         if self.packed:
             for place in self.places:
                 shard = _local(place.parameter)
@@ -69,7 +83,7 @@ class Flat:
 
     @torch.no_grad()
     def release(self) -> None:
-        """Give every parameter its own storage again, so that saving one does not save all."""
+        """Give every parameter memory of its own again."""
         if not self.packed:
             for place in self.places:
                 place.parameter.data = place.parameter.data.clone(memory_format=torch.preserve_format)
@@ -127,14 +141,15 @@ def flatten(named: Sequence[tuple[str, nn.Parameter]]) -> list[Flat]:
 
 
 def _point_into(buffer: Tensor, place: Place) -> None:
+    """Move a parameter into the buffer. See Note [Why every parameter has a storage of its own]."""
     parameter = place.parameter
-    home = buffer[place.start : place.start + place.elements]
+    part = buffer[place.start : place.start + place.elements]
+    home = from_dlpack(part.view(torch.uint8)).view(part.dtype)  # as bytes: DLPack does not know every dtype
     # a parameter that is dense in another order of dimensions (channels_last) keeps its strides
     dense = torch.empty_like(parameter.data, memory_format=torch.preserve_format).stride() == parameter.stride()
-    view = home.as_strided(parameter.shape, parameter.stride(), home.storage_offset()) if dense else None
-    view = home.view(parameter.shape) if view is None else view
-    view.copy_(parameter.data)
-    parameter.data = view
+    value = home.as_strided(parameter.shape, parameter.stride()) if dense else home.view(parameter.shape)
+    value.copy_(parameter.data)
+    parameter.data = value
 
 
 def refuse_overlaps(named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -147,10 +162,10 @@ def refuse_overlaps(named: Iterable[tuple[str, nn.Parameter]]) -> None:
         local = _local(parameter)
         if local.numel():
             extent = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
-            spans.append((local.untyped_storage().data_ptr(), local.data_ptr(), extent * local.element_size(), name))
+            spans.append((str(local.device), local.data_ptr(), extent * local.element_size(), name))
     spans.sort()
-    for (storage, start, length, name), (next_storage, next_start, _, next_name) in pairwise(spans):
-        if storage == next_storage and next_start < start + length:
+    for (device, start, length, name), (next_device, next_start, _, next_name) in pairwise(spans):
+        if device == next_device and next_start < start + length:
             raise InputError(
                 f"parameters {name!r} and {next_name!r} share memory without being one object; tie them by assigning "
                 "the same nn.Parameter to both places"

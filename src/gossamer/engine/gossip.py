@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,16 +15,29 @@ import torch
 from torch import nn
 
 from gossamer.comm import ChannelId, Job, Purpose, Transport
-from gossamer.engine.averages import Control, distance, hold_mean
+from gossamer.engine.averages import Control, distance, hold_mean, keep_mean
 from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.lane import Lane
 from gossamer.engine.module_hooks import watch_forward, watch_loads
 from gossamer.engine.node_gradients import NodeGradients
+from gossamer.engine.policies import ATC
 from gossamer.engine.prepared import Prepared
 from gossamer.engine.protocol import MixedParameters, Participation
 from gossamer.errors import GossamerError, GossamerWarning, InputError
 from gossamer.trace import TraceWriter
 
+COUNTS = (
+    "steps",
+    "rounds",
+    "mix_only_rounds",
+    "skipped_mixes",
+    "exact_averages",
+    "bytes_sent",
+    "bytes_sent_inter",
+    "seconds_waited",
+)
+"""Counts of `Gossip.stats` that are numbers in `Gossip.scalars` too."""
+EQUAL = 1e-6  # distance of equal parameters to their mean, relative to their norm: the rounding of the mean
 Collective = Generator[list[Job], None, Any]  # yields the exchanges it waits for
 
 
@@ -59,6 +73,9 @@ class Gossip:
         self._shards = prepared.shard[1]  # over how many workers of a node one replica is spread
         self._open = True
         self._shared = 0  # calls of share()
+        self._distance: float | None = None  # the consensus distance when it was last measured exactly
+        self._apart = False  # the workers' parameters have differed
+        self._equal_at: int | None = None  # steps at which they were equal
         self._undo: list[Callable[[], None]] = []
         for lane in lanes:
             lane.keeps_alive.append(self)
@@ -97,7 +114,9 @@ class Gossip:
             if not sketches:
                 raise InputError("there is no sketch without a guard; pass guard=ConsensusGuard() or call exact=True")
             return sum(s.distance**2 for s in sketches if s is not None) ** 0.5 if all(sketches) else float("nan")
-        return float(self._collectively("consensus_distance()", self._measure_distance))
+        self._distance = float(self._collectively("consensus_distance()", self._measure_distance))
+        self._warn_if_equal(self._distance)
+        return self._distance
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the model and the optimizer. Collective; changes nothing.
@@ -140,6 +159,7 @@ class Gossip:
 
         Call it after writing to the parameters yourself, for example by `model.load_state_dict()`.
         """
+        self._equal_at = None
         with self._together("reset()"):
             for lane in self.lanes:
                 lane.adopt()
@@ -202,12 +222,19 @@ class Gossip:
 
     # -- the end ----------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Bring all workers to one round, stop gossip, and give every parameter its own storage again. Collective."""
+    def close(self, *, average: bool = True) -> None:
+        """Stop gossip and give every parameter memory of its own again. Collective.
+
+        Afterwards every worker holds the exact mean of all workers, parameters and buffers as in `averaged()`. With
+        `average=False`, on all workers, every worker keeps its own values.
+        """
         if self._open:
-            self._refuse_in_average("close()")
+            call = "close()" if average else "close(average=False)"
+            self._refuse_in_average(call)
             try:
-                with self._together("close()"):
+                with self._together(call):
+                    if average:
+                        self._run(self._keep_average())
                     for lane in self.lanes:
                         lane.drop()
                     self._stop(drain=self.settings.timeout)
@@ -294,6 +321,26 @@ class Gossip:
         total["gradients"] = self.gradients
         return {**total, "buckets": sum(len(lane.buckets) for lane in self.lanes), "lanes": lanes}
 
+    def scalars(self, prefix: str = "gossip/") -> dict[str, float]:
+        """Plain numbers for an experiment tracker, each name with `prefix`. Local, and cheap enough for every step.
+
+        `steps` and `rounds` continue after a resume; bytes, seconds and other counts are those of this process.
+        `seconds_per_step` and `waiting_share`, the share of that time spent waiting for peers, are over the last 50
+        steps. `consensus_distance` is the latest estimate of a `ConsensusGuard`, or else the result of the latest
+        `consensus_distance()`. A number that is not known yet is left out.
+        """
+        stats = self.stats()
+        found: dict[str, float | None] = {name: stats[name] for name in COUNTS}
+        found["refused_exchanges"] = sum(stats["refused_by_peer"].values())
+        found["replicas"] = self.replicas
+        paces = [pace for lane in self.lanes if (pace := lane.metrics.pace()) is not None]
+        if paces:
+            found["seconds_per_step"] = paces[0][0]
+            found["waiting_share"] = sum(share for _, share in paces)
+        guarded = any(lane.sketcher is not None for lane in self.lanes)
+        found["consensus_distance"] = self.consensus_distance(exact=False) if guarded else self._distance
+        return {prefix + name: float(v) for name, v in found.items() if v is not None and math.isfinite(v)}
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients inside the block without averaging them in the node, as DDP's `no_sync()`. Local.
@@ -314,6 +361,7 @@ class Gossip:
 
     def _loaded(self) -> None:
         """The model's `load_state_dict()` was called: the parameters are no longer those that are being exchanged."""
+        self._equal_at = None
         for lane in self.lanes:
             if not lane.averaged:  # the end of an averaged() block restores the parameters
                 lane.overwritten = True
@@ -357,6 +405,27 @@ class Gossip:
                     stacklevel=5,
                 )
 
+    def _warn_if_equal(self, distance: float) -> None:
+        """Warn, once, if all workers held equal parameters in every measurement, with steps between them.
+
+        Adapt then combine is left out: a round that is an exact average makes the workers equal.
+        """
+        norm = math.hypot(*(norm for lane in self.lanes for norm in lane.norms()))
+        self._apart |= not distance <= EQUAL * norm  # not a number: say nothing
+        if self._apart or self.replicas == 1 or isinstance(self.settings.algorithm, ATC):
+            return
+        before, self._equal_at = self._equal_at, self.lanes[0].metrics.steps
+        if before is not None and before < self._equal_at:
+            self._apart = True  # say it once
+            if self.control.place == 0:
+                warnings.warn(
+                    f"the consensus distance is still 0 after {self._equal_at} steps: the {self.replicas} replicas "
+                    "take equal steps, so gossip does nothing; let each train on its own data, and switch off DDP or "
+                    "whatever else averages their gradients",
+                    GossamerWarning,
+                    stacklevel=3,
+                )
+
     def _collectively(self, call: str, steps: Callable[[], Collective]) -> Any:
         with self._together(call):
             return self._run(steps())
@@ -371,8 +440,14 @@ class Gossip:
             return stop.value
 
     def _enter_average(self) -> Collective:
-        model = self.model if self.settings.buffers == "average" else None
-        return hold_mean(self.lanes, self.control, model)
+        return hold_mean(self.lanes, self.control, self._module_of_averaged_buffers)
+
+    def _keep_average(self) -> Collective:
+        return keep_mean(self.lanes, self.control, self._module_of_averaged_buffers)
+
+    @property
+    def _module_of_averaged_buffers(self) -> nn.Module | None:
+        return self.model if self.settings.buffers == "average" else None
 
     def _measure_distance(self) -> Collective:
         return distance(self.lanes, self.control, self._shards)
@@ -432,4 +507,6 @@ def refuse_in_use(model: nn.Module) -> None:
 def _close_all() -> None:
     """At exit, for handles that were not closed: let exchanges in flight finish, then stop."""
     for gossip in list(_handles):
+        with suppress(Exception):  # the devices may be gone
+            gossip._warn_if_unseen()
         gossip._stop(drain=10.0)

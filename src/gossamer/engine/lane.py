@@ -97,7 +97,8 @@ class Lane:
         self._out = [] if self.alone else [self.room(b.x) for b in self.buckets]
         self._group_sizes = [len(g["params"]) for g in self.optimizer.param_groups]
         self._frozen = [p for g in self.optimizer.param_groups for p in g["params"] if not p.requires_grad]
-        self._start = self._fingerprint()
+        self._start = self.norms()
+        self._unseen = False  # the parameters have changed without a step
         self._outer: FrameType | None = None  # the step() call under way
         self._ready = False  # the parameters are mixed, step() may go on
         self._mark = clock()  # when the training thread began what it does now
@@ -151,7 +152,7 @@ class Lane:
             )
         now = clock()
         self.metrics.span("step", self._mark, now, step=self.metrics.steps)
-        self.metrics.steps += 1
+        self.metrics.stepped()
         self.stepped()
         self._mark = clock()
 
@@ -167,14 +168,16 @@ class Lane:
         self._forwarded = False
         self._check()
 
-    def _fingerprint(self) -> list[float]:
+    def norms(self) -> list[float]:
+        """The norm of each bucket of this worker's parameters."""
         return [float(torch.linalg.vector_norm(b.x.detach(), dtype=torch.float64)) for b in self.buckets]
 
     def trained_unseen(self) -> bool:
-        """Whether the parameters changed without a step of the optimizer, and without a `load_state_dict()`."""
-        if self.metrics.steps or self.overwritten or self.averaged or self.k or self._fingerprint() == self._start:
+        """Whether the parameters changed without a step of the optimizer, and without a `load_state_dict()`. Once."""
+        seen = self.metrics.steps or self.overwritten or self.averaged or self.k
+        if seen or self._unseen or self.norms() == self._start:
             return False
-        self._start = self._fingerprint()
+        self._unseen = True
         return True
 
     # -- what each algorithm does -----------------------------------------------------------------------------

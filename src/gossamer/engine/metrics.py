@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from typing import Any
 
 from gossamer.comm import Job, clock
 from gossamer.topology import Layout
 from gossamer.trace import TraceWriter
+
+RECENT = 50  # steps over which the pace is measured
 
 
 class Metrics:
@@ -27,6 +29,20 @@ class Metrics:
         self.waited_total = 0.0
         self.refused: Counter[int] = Counter()  # exchanges not mixed in, by whose values
         self.last_refusal = ""
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT + 1)  # after each step: time, seconds waited
+
+    def stepped(self) -> None:
+        """Count a step."""
+        self.steps += 1
+        self._recent.append((clock(), self.waited_total))
+
+    def pace(self) -> tuple[float, float] | None:
+        """Seconds per step, and the share of them spent waiting for peers, over the last steps; None before two."""
+        if len(self._recent) < 2:
+            return None
+        (began, waited_before), (ended, waited) = self._recent[0], self._recent[-1]
+        seconds = ended - began
+        return seconds / (len(self._recent) - 1), (waited - waited_before) / seconds if seconds else 0.0
 
     def refuse(self, peer: int, why: str) -> None:
         """Count values of `peer` that were not mixed in. Called by communication threads."""

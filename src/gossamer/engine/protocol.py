@@ -80,6 +80,9 @@ class GossipHandle(Protocol):
     def consensus_distance(self) -> float:
         """RMS distance of the workers' parameters to their mean. Collective."""
 
+    def scalars(self, prefix: str = "gossip/") -> dict[str, float]:
+        """Plain numbers for an experiment tracker, each name with `prefix`. Local."""
+
     def share(self, text: str) -> list[str]:
         """The texts of all participants, by number. Collective."""
 
@@ -98,5 +101,6 @@ class GossipHandle(Protocol):
     def mixed_parameters(self) -> list[MixedParameters]:
         """Which parameters are mixed, for each worker of this process."""
 
-    def close(self) -> None:
-        """Stop gossip and free its threads, sockets and buffers."""
+    def close(self, *, average: bool = ...) -> None:
+        """Stop gossip and free its threads, sockets and buffers. `average`: keep the mean of all workers, which is the
+        default unless the job is elastic."""

@@ -197,6 +197,7 @@ class SyncLane(Lane):
             )
         self.drop()
         self.k, self.metrics.steps, self.forced = state["round"], state["steps"], state["forced"]
+        self.metrics.rounds = self.k
         if self.sketcher is not None and state["sketch"] is not None:
             self.sketcher.load_state_dict(state["sketch"])
         if "arrived" not in state or self.alone:

@@ -53,6 +53,7 @@ class VirtualCluster:
         self.gossips: list[Gossip] = []
         self._hub = Hub(self.layout.n)
         self._coordinator = _OneThread(self.gossips)
+        self._distance: float | None = None  # the consensus distance when it was last measured
         self._timed = False  # workers step at the times of turns(): a collective call finds them between two
 
     def decentralize(
@@ -159,7 +160,8 @@ class VirtualCluster:
     def consensus_distance(self) -> float:
         """RMS distance of the workers' parameters to their mean."""
         self.catch_up()
-        return float(_run([g._measure_distance() for g in self.gossips])[0])
+        self._distance = float(_run([g._measure_distance() for g in self.gossips])[0])
+        return self._distance
 
     def state_dicts(self) -> list[dict[str, Any]]:
         """What a resumed run needs besides models and optimizers, one entry per worker."""
@@ -190,6 +192,15 @@ class VirtualCluster:
         """Optimizer steps that each worker has taken."""
         return [g.lanes[0].metrics.steps for g in self.gossips]
 
+    def scalars(self, prefix: str = "gossip/") -> dict[str, float]:
+        """`Gossip.scalars` of the workers, averaged over them."""
+        each = [g.scalars(prefix) for g in self.gossips]
+        known = [name for name in each[0] if all(name in numbers for numbers in each)] if each else []
+        found = {name: sum(numbers[name] for numbers in each) / len(each) for name in known}
+        if self._distance is not None:
+            found[f"{prefix}consensus_distance"] = self._distance
+        return found
+
     def participation(self) -> Participation:
         """All workers, each with a replica of its own."""
         everyone = tuple(range(self.layout.n))
@@ -215,13 +226,20 @@ class VirtualCluster:
         """Which parameters are mixed, for each worker."""
         return [m for g in self.gossips for m in g.mixed_parameters()]
 
-    def close(self) -> None:
-        """Stop gossip on every worker; the cluster can be used again."""
+    def close(self, *, average: bool = True) -> None:
+        """Stop gossip on every worker, which then holds the mean of all workers; the cluster can be used again.
+
+        With `average=False` every worker keeps its own parameters and buffers.
+        """
         for gossip in self.gossips:
             gossip._refuse_in_average("close()")
+        if average and self.gossips:
+            self.catch_up()
+            _run([g._keep_average() for g in self.gossips])
         for gossip in self.gossips:
             gossip._stop(drain=0.0)
         self.gossips = []
+        self._distance = None
         self._timed = False
         self._hub = Hub(self.layout.n)  # without messages that were not received
         self._coordinator = _OneThread(self.gossips)
@@ -229,8 +247,8 @@ class VirtualCluster:
     def __enter__(self) -> VirtualCluster:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(average=kind is None)  # workers in the middle of a failed step cannot meet
 
     def _lanes(self) -> Iterator[Lane]:
         for gossip in self.gossips:

@@ -280,6 +280,7 @@ class AsyncLane(Lane):
             return {
                 "algorithm": self.policy.name,
                 "steps": self.metrics.steps,
+                "exchanged": self.metrics.rounds,
                 "started": self.timetable.reached(),
                 "virtual": self.clock.time if isinstance(self.clock, VirtualClock) else 0.0,
                 "rounds": self.timetable.switched(),
@@ -297,6 +298,7 @@ class AsyncLane(Lane):
         with self._lock:
             self.overwritten = False
             self.metrics.steps = state["steps"]
+            self.metrics.rounds = state["exchanged"]
             self.state.load_state_dict(state)
             time = self.timetable.resume(state["started"], state["rounds"], live=self._thread is not None)
             if isinstance(self.clock, VirtualClock):

@@ -26,7 +26,7 @@ class ElasticGossip(Gossip):
 
     - `averaged()` and `consensus_distance()` cover the members that are alive, including those that have run out of
       data and wait in the call (meanwhile they take part in rounds without a step);
-    - `close()` is not collective: this worker leaves, and the others continue;
+    - `close()` is not collective: this worker leaves with its own parameters, and the others continue;
     - `state_dict()` inside `averaged()` belongs to the same meeting: either all participants save, or none does.
     """
 
@@ -73,6 +73,15 @@ class ElasticGossip(Gossip):
             "last_refusal": why,
         }
 
+    def scalars(self, prefix: str = "gossip/") -> dict[str, float]:
+        """Like `Gossip.scalars`, with the number of members, exchanges lost, and the longest stall in seconds."""
+        stats = self.stats()
+        return super().scalars(prefix) | {
+            f"{prefix}members": float(len(stats["members"])),
+            f"{prefix}lost_exchanges": float(stats["lost_exchanges"]),
+            f"{prefix}longest_stall": float(stats["longest_stall_s"]),
+        }
+
     def state_dict(self) -> dict[str, Any]:
         return self._state() if self.in_meeting else super().state_dict()
 
@@ -114,11 +123,18 @@ class ElasticGossip(Gossip):
             for lane in self.lanes:
                 lane.count_steps(max(lane.metrics.steps, self.met.steps))
 
-    def close(self) -> None:
-        """Leave the job; the others continue without this worker. Every parameter gets its own storage again."""
+    def close(self, *, average: bool = False) -> None:
+        """Leave the job; the others continue without this worker. Every parameter gets memory of its own again.
+
+        `average=True` is collective: the members that are alive meet first, and each of them leaves with the mean.
+        """
         if self._open:
             self._refuse_in_average("close()")
             try:
+                if average:
+                    self._collectively("close(average=True)", self._enter_average)
+                    for lane in self.lanes:
+                        lane.averaged -= 1
                 for lane in self.lanes:
                     lane.drop()
                 self.members.leave()
