@@ -1,0 +1,243 @@
+"""Gossip in Hugging Face Accelerate, on real workers with the real library."""
+
+import contextlib
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from workers import mlp, seeded, vector
+
+import gossamer
+
+
+@contextlib.contextmanager
+def fresh():
+    """Accelerate keeps its state in the process; every call starts and ends without it."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        gc.collect()  # a DDP model that outlives its process group may hang
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def data(samples=64):
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(samples, 6, generator=generator)
+    return TensorDataset(x, torch.stack([x.sum(1), x[:, 0] * x[:, 1], x[:, 2].sin()], 1))
+
+
+def objects(optimizer="sgd", lr=0.05, batch_size=4):
+    """What a user's script makes: model, optimizer, loader and scheduler."""
+    model = seeded(0, mlp)
+    kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "gossip-adamw": gossamer.GossipAdamW}
+    own = kinds[optimizer](model.parameters(), lr=lr)
+    loader = DataLoader(data(), batch_size=batch_size, shuffle=True, generator=torch.Generator().manual_seed(3))
+    return model, own, loader, torch.optim.lr_scheduler.LinearLR(own, 1.0, 0.1, total_iters=64)
+
+
+def accelerator_of(settings, **kwargs):
+    from accelerate import Accelerator
+
+    from gossamer.integrations.accelerate import GossipAccelerator
+
+    return Accelerator(cpu=True, **kwargs) if settings is None else GossipAccelerator(cpu=True, **settings, **kwargs)
+
+
+def train(accelerator, model, optimizer, loader, scheduler, epochs=1, clip=None, skip=0):
+    """The loop of Accelerate's documentation; the losses of this worker, one per batch."""
+    losses = []
+    for _ in range(epochs):
+        for x, y in accelerator.skip_first_batches(loader, skip):
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(x), y)
+                accelerator.backward(loss)
+                if clip is not None and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def run(rank, *args, **kwargs):
+    with fresh():
+        return run_here(*args, **kwargs)
+
+
+def run_here(settings, epochs=1, optimizer="sgd", lr=0.05, **kwargs):
+    accelerator = accelerator_of(settings, **kwargs)
+    prepared = accelerator.prepare(*objects(optimizer, lr))
+    losses = train(accelerator, *prepared, epochs=epochs)
+    model = accelerator.unwrap_model(prepared[0])
+    wrapped = type(prepared[0]).__name__
+    own, rate = vector(model), prepared[1].param_groups[0]["lr"]
+    if settings is not None:
+        with accelerator.averaged():
+            mean = vector(model)
+        accelerator.end_training()
+        assert torch.equal(vector(model), mean), "the model is the mean after the end"
+    return losses, own, rate, wrapped
+
+
+ATC = {"algorithm": "atc", "topology": "complete"}
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"gradient_accumulation_steps": 2}, {"mixed_precision": "bf16"}])
+def test_equals_accelerates_own_ddp(pools, kwargs):
+    theirs = pools(4).run(run, None, epochs=2, **kwargs)
+    ours = pools(4).run(run, ATC, epochs=2, **kwargs)
+    for (losses, own, rate, wrapped), (ddp_losses, ddp, ddp_rate, ddp_wrapped) in zip(ours, theirs, strict=True):
+        assert (wrapped, ddp_wrapped) == ("Sequential", "DistributedDataParallel")
+        assert rate == ddp_rate
+        close = {"rtol": 1e-2, "atol": 1e-2} if kwargs.get("mixed_precision") else {"rtol": 2e-5, "atol": 2e-6}
+        torch.testing.assert_close(own, ddp, **close)
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(ddp_losses), **close)
+
+
+def test_the_loss_falls(pools):
+    results = pools(2, 2).run(run, {"topology": "aer"}, epochs=15, optimizer="gossip-adamw", lr=0.2)
+    losses = torch.tensor([losses for losses, *_ in results]).mean(0)
+    assert losses[-4:].mean() < 0.3 * losses[:4].mean()
+    assert not torch.equal(results[0][1], results[1][1]), "workers hold parameters of their own"
+
+
+def clipped(rank, gradients):
+    with fresh():
+        accelerator = accelerator_of({"gradients": gradients})
+        model, optimizer, *_ = accelerator.prepare(*objects())
+        (100 * model(torch.ones(2, 6) + rank).square().sum()).backward()
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        left = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        return float(norm), float(left)
+
+
+@pytest.mark.parametrize(("gradients", "replicas"), [("worker", 4), ("node", 2)])
+def test_clips_at_the_threshold_of_all_reduce(pools, gradients, replicas):
+    for norm, left in pools(2, 2).run(clipped, gradients):
+        assert norm > 10
+        assert left == pytest.approx(0.5 * replicas**0.5, rel=1e-3)
+
+
+def accumulated(rank):
+    """Gradients of two batches, of which only the last is averaged inside the node, and all of them by hand."""
+    with fresh():
+        accelerator = accelerator_of({"gradients": "node"}, gradient_accumulation_steps=2)
+        model, optimizer, *_ = accelerator.prepare(*objects())
+        for part in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(2, 6) * (1 + rank + part)).square().sum())
+                if part == 0:
+                    local = torch.cat([p.grad.flatten() for p in model.parameters()])
+        return local, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_accumulation_averages_inside_the_node_once(pools):
+    results = pools(2, 2).run(accumulated)
+    assert not torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert not torch.equal(results[0][1], results[2][1])
+
+
+def saved(rank, folder, settings, stop):
+    """Train `stop` batches, save, go on to the end; the exact parameters at the end, and the mean when it was saved."""
+    with fresh():
+        accelerator = accelerator_of(settings)
+        model, optimizer, loader, scheduler = accelerator.prepare(*objects("adamw"))
+        torch.manual_seed(rank)
+        for at, (x, y) in enumerate(loader):
+            if at == stop:
+                accelerator.save_state(folder)
+                accelerator.save_state(folder)  # a folder may be written again
+                accelerator.save_model(model, f"{folder}/export")
+                with accelerator.averaged():
+                    mean = {k: v.clone() for k, v in model.state_dict().items()}
+            one_step(accelerator, model, optimizer, scheduler, x, y)
+        return mean, vector(model), torch.rand(1), scheduler.get_last_lr()
+
+
+def one_step(accelerator, model, optimizer, scheduler, x, y):
+    noisy = x + 0.1 * torch.randn(x.shape)  # the state of the random generators matters
+    accelerator.backward(nn.functional.mse_loss(model(noisy), y))
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+
+
+def resumed(rank, folder, settings, stop):
+    with fresh():
+        accelerator = accelerator_of(settings)
+        model, optimizer, loader, scheduler = accelerator.prepare(*objects("adamw"))
+        torch.manual_seed(77 + rank)
+        batches = iter(accelerator.skip_first_batches(loader, stop))
+        first = next(batches)
+        accelerator.load_state(folder)
+        loaded = vector(model)
+        for x, y in [first, *batches]:
+            one_step(accelerator, model, optimizer, scheduler, x, y)
+        return loaded, vector(model), torch.rand(1), scheduler.get_last_lr()
+
+
+SETTINGS = [{"topology": "ring"}, {"algorithm": gossamer.AWC(staleness=1), "wire": "bf16"}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["awc", "stale-bf16"])
+def test_resumes_every_worker_exactly(pools, tmp_path, settings):
+    folder = str(tmp_path / "state")
+    whole = pools(4).run(saved, folder, settings, 2)
+    again = pools(4).run(resumed, folder, settings, 2)
+    assert not torch.equal(again[0][0], again[1][0]), "every worker has loaded its own parameters"
+    for (_, *expected), (_, *got) in zip(whole, again, strict=True):
+        assert torch.equal(got[0], expected[0])
+        assert torch.equal(got[1], expected[1])
+        assert got[2] == expected[2]
+
+
+def test_the_plain_files_hold_the_mean(pools, tmp_path):
+    folder = tmp_path / "state"
+    (mean, *_), *_ = pools(2).run(saved, str(folder), {}, 2)
+    for file in (folder / "model.safetensors", folder / "export" / "model.safetensors"):
+        plain = load_file(file)
+        assert plain.keys() == mean.keys()
+        assert all(torch.equal(plain[name], mean[name]) for name in mean)
+
+
+def ddp_saves(folder):
+    accelerator = accelerator_of(None)
+    prepared = accelerator.prepare(*objects("adamw"))
+    train(accelerator, *prepared)
+    accelerator.save_state(folder)
+    return vector(prepared[0])
+
+
+def gossip_loads(folder):
+    accelerator = accelerator_of({})
+    model, *others = accelerator.prepare(*objects("adamw"))
+    train(accelerator, model, *others)
+    accelerator.load_state(folder)
+    loaded = vector(model)
+    train(accelerator, model, *others)
+    assert not torch.equal(vector(model), loaded)
+    return loaded
+
+
+def from_ddp(rank, folder):
+    with fresh():
+        expected = ddp_saves(folder)
+    with fresh():
+        return torch.equal(gossip_loads(folder), expected)
+
+
+def test_loads_what_ddp_has_saved(pools, tmp_path):
+    assert all(pools(2).run(from_ddp, str(tmp_path / "state")))
