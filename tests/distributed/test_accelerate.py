@@ -1,34 +1,19 @@
 """Gossip in Hugging Face Accelerate, on real workers with the real library."""
 
-import contextlib
-import gc
-import json
-from pathlib import Path
+import atexit
+import os
 
 import pytest
 import torch
-import torch.distributed as dist
+from hugging_face import fresh_accelerate
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from workers import mlp, seeded, vector
 
 import gossamer
-
-
-@contextlib.contextmanager
-def fresh():
-    """Accelerate keeps its state in the process; every call starts and ends without it."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    try:
-        yield
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        gc.collect()  # a DDP model that outlives its process group may hang
-        if dist.is_initialized():
-            dist.destroy_process_group()
+from gossamer.lab import WorkerPool
+from gossamer.lab.workers import WorkerFailed
 
 
 def data(samples=64):
@@ -72,7 +57,7 @@ def train(accelerator, model, optimizer, loader, scheduler, epochs=1, clip=None,
 
 
 def run(rank, *args, **kwargs):
-    with fresh():
+    with fresh_accelerate():
         return run_here(*args, **kwargs)
 
 
@@ -114,9 +99,9 @@ def test_the_loss_falls(pools):
 
 
 def clipped(rank, gradients):
-    with fresh():
+    with fresh_accelerate():
         accelerator = accelerator_of({"gradients": gradients})
-        model, optimizer, *_ = accelerator.prepare(*objects())
+        model, *_ = accelerator.prepare(*objects())
         (100 * model(torch.ones(2, 6) + rank).square().sum()).backward()
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
         left = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
@@ -132,9 +117,9 @@ def test_clips_at_the_threshold_of_all_reduce(pools, gradients, replicas):
 
 def accumulated(rank):
     """Gradients of two batches, of which only the last is averaged inside the node, and all of them by hand."""
-    with fresh():
+    with fresh_accelerate():
         accelerator = accelerator_of({"gradients": "node"}, gradient_accumulation_steps=2)
-        model, optimizer, *_ = accelerator.prepare(*objects())
+        model, *_ = accelerator.prepare(*objects())
         for part in range(2):
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.ones(2, 6) * (1 + rank + part)).square().sum())
@@ -152,7 +137,7 @@ def test_accumulation_averages_inside_the_node_once(pools):
 
 def saved(rank, folder, settings, stop):
     """Train `stop` batches, save, go on to the end; the exact parameters at the end, and the mean when it was saved."""
-    with fresh():
+    with fresh_accelerate():
         accelerator = accelerator_of(settings)
         model, optimizer, loader, scheduler = accelerator.prepare(*objects("adamw"))
         torch.manual_seed(rank)
@@ -176,7 +161,7 @@ def one_step(accelerator, model, optimizer, scheduler, x, y):
 
 
 def resumed(rank, folder, settings, stop):
-    with fresh():
+    with fresh_accelerate():
         accelerator = accelerator_of(settings)
         model, optimizer, loader, scheduler = accelerator.prepare(*objects("adamw"))
         torch.manual_seed(77 + rank)
@@ -189,10 +174,10 @@ def resumed(rank, folder, settings, stop):
         return loaded, vector(model), torch.rand(1), scheduler.get_last_lr()
 
 
-SETTINGS = [{"topology": "ring"}, {"algorithm": gossamer.AWC(staleness=1), "wire": "bf16"}]
+SETTINGS = [{"topology": "ring"}, {"algorithm": gossamer.AWC(every=2), "wire": "bf16"}]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["awc", "stale-bf16"])
+@pytest.mark.parametrize("settings", SETTINGS, ids=["awc", "every-2-bf16"])
 def test_resumes_every_worker_exactly(pools, tmp_path, settings):
     folder = str(tmp_path / "state")
     whole = pools(4).run(saved, folder, settings, 2)
@@ -213,7 +198,12 @@ def test_the_plain_files_hold_the_mean(pools, tmp_path):
         assert all(torch.equal(plain[name], mean[name]) for name in mean)
 
 
-def ddp_saves(folder):
+def ddp_saves(rank, folder):
+    with fresh_accelerate():
+        return ddp_saves_here(folder)
+
+
+def ddp_saves_here(folder):
     accelerator = accelerator_of(None)
     prepared = accelerator.prepare(*objects("adamw"))
     train(accelerator, *prepared)
@@ -221,23 +211,171 @@ def ddp_saves(folder):
     return vector(prepared[0])
 
 
-def gossip_loads(folder):
-    accelerator = accelerator_of({})
-    model, *others = accelerator.prepare(*objects("adamw"))
-    train(accelerator, model, *others)
-    accelerator.load_state(folder)
-    loaded = vector(model)
-    train(accelerator, model, *others)
-    assert not torch.equal(vector(model), loaded)
-    return loaded
-
-
-def from_ddp(rank, folder):
-    with fresh():
-        expected = ddp_saves(folder)
-    with fresh():
-        return torch.equal(gossip_loads(folder), expected)
+def gossip_loads(rank, folder):
+    with fresh_accelerate():
+        accelerator = accelerator_of({})
+        model, *others = accelerator.prepare(*objects("adamw"))
+        train(accelerator, model, *others)
+        accelerator.load_state(folder)
+        loaded = vector(model)
+        train(accelerator, model, *others)
+        return loaded, vector(model)
 
 
 def test_loads_what_ddp_has_saved(pools, tmp_path):
-    assert all(pools(2).run(from_ddp, str(tmp_path / "state")))
+    saved = pools(2).run(ddp_saves, str(tmp_path / "state"))
+    for expected, (loaded, trained) in zip(saved, pools(2).run(gossip_loads, str(tmp_path / "state")), strict=True):
+        assert torch.equal(loaded, expected)
+        assert not torch.equal(trained, loaded)
+
+
+def fails(rank):
+    """Worker 1 raises in its third step, and its process ends as Python ends it."""
+    accelerator = accelerator_of({})
+    model, optimizer, loader, scheduler = accelerator.prepare(*objects())
+    for step, (x, y) in enumerate(loader):
+        if rank == 1 and step == 2:
+            atexit._run_exitfuncs()
+            os._exit(1)
+        one_step(accelerator, model, optimizer, scheduler, x, y)
+
+
+def test_a_failing_worker_does_not_hang_the_others():
+    with (
+        WorkerPool(2, timeout=90, grace=60) as pool,
+        pytest.raises(WorkerFailed, match="PeerError: worker 0 lost worker 1"),
+    ):
+        pool.run(fails)
+
+
+def several(rank):
+    """A frozen teacher, a model with two optimizers, and what is refused."""
+    told = []
+    with fresh_accelerate():
+        accelerator = accelerator_of({})
+        teacher, model = seeded(1, mlp), seeded(0, mlp)
+        optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in (model[0], model[2])]
+        teacher, model, *optimizers = accelerator.prepare(teacher, model, *optimizers)
+        x = torch.ones(2, 6) * (rank + 1)
+        nn.functional.mse_loss(model(x), teacher(x)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        told.append(accelerator.gossip.stats()["steps"])
+        told.append(torch.equal(vector(teacher), vector(seeded(1, mlp))))
+        told.append(accelerator.prepare(model) is model)  # as with DDP, a second call changes nothing
+        told.append(error_of(accelerator.prepare, torch.optim.SGD(model.parameters(), 0.1)))
+        told.append(error_of(accelerator_of({}).prepare, model, *optimizers))
+        accelerator.free_memory()
+        told.append(accelerator.gossip is None)
+    with fresh_accelerate():
+        accelerator = accelerator_of({})
+        models = seeded(0, mlp), seeded(1, mlp)
+        told.append(error_of(accelerator.prepare, *models, *(torch.optim.SGD(m.parameters(), 0.1) for m in models)))
+        model = nn.parallel.DistributedDataParallel(models[0])
+        told.append(error_of(accelerator_of({}).prepare, model, torch.optim.SGD(model.parameters(), 0.1)))
+        del model
+    return told
+
+
+def error_of(call, *args):
+    try:
+        call(*args)
+    except gossamer.InputError as error:
+        return str(error)
+    return None
+
+
+def test_several_models_and_optimizers(pools):
+    for steps, frozen, same, late, twice, freed, many, wrapped in pools(2).run(several):
+        assert (steps, frozen, same, freed) == (1, True, True, True)
+        assert "prepared after gossip had begun" in late
+        assert "earlier decentralize() call that is still open" in twice
+        assert "trains one model, but the optimizers hold parameters of 2" in many
+        assert "already wrapped in DistributedDataParallel; pass the bare module" in wrapped
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(data().tensors[0])
+
+
+def dispatched(rank, algorithm, loader):
+    with fresh_accelerate():
+        accelerator = accelerator_of({"algorithm": algorithm})
+        model = seeded(0, mlp)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        if loader == "dispatched":
+            return error_of(accelerator.prepare, DataLoader(Stream(), batch_size=4))
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(), batch_size=4))
+        for x, y in loader:
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        with accelerator.averaged():
+            mean = vector(model)
+        steps = accelerator.gossip.stats()["steps"]
+        accelerator.end_training()
+        return steps, mean, vector(model)
+
+
+def test_asynchronous_algorithms_need_loaders_of_their_own(pools):
+    for said in pools(2).run(dispatched, "ad-psgd", "dispatched"):
+        assert "worker 0 reads all batches" in said
+        assert "dispatch_batches=False" in said
+    for steps, mean, model in pools(2).run(dispatched, "ad-psgd", "own"):
+        assert steps == 8
+        torch.testing.assert_close(model, mean)
+
+
+def test_warns_of_batches_that_worker_0_sends(pools):
+    with pytest.raises(WorkerFailed, match=r"GossamerWarning.*in every step all workers wait for worker 0"):
+        pools(2).run(strict_dispatch)
+
+
+def strict_dispatch(rank):
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", gossamer.GossamerWarning)
+        return dispatched(rank, "awc", "dispatched")
+
+
+def sharded(rank):
+    """Accelerate chooses FSDP only on accelerators, so its choice is set by hand."""
+    from accelerate import DistributedType
+
+    from gossamer.integrations.accelerate import GossipAccelerator
+
+    with fresh_accelerate():
+        accelerator = accelerator_of(None)
+        accelerator.state.distributed_type = DistributedType.FSDP
+        return error_of(GossipAccelerator.of, accelerator, {})
+
+
+def test_refuses_sharded_configurations(pools):
+    for said in pools(2).run(sharded):
+        assert "gossip replaces DDP, but this Accelerator is configured for FSDP" in said
+
+
+def uneven(rank):
+    """One worker has a batch more than the other, with Accelerate's context for that."""
+    with fresh_accelerate():
+        accelerator = accelerator_of({})
+        model = seeded(0, mlp)
+        loader = DataLoader(TensorDataset(*(t[:12] for t in data().tensors)), batch_size=4)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), loader)
+        steps = 0
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            for x, y in loader:
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += 1
+        accelerator.end_training()
+        return steps, loader.batch_sampler.even_batches, vector(model)
+
+
+def test_uneven_inputs_do_not_hang(pools):
+    (first, even, a), (second, _, b) = pools(2).run(uneven)
+    assert (first, second, even) == (2, 1, True)
+    assert torch.equal(a, b)

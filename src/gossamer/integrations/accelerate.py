@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gossamer
-from gossamer import A2CiD2, ADPSGD, Checkpoints, Continue, GossamerWarning, Gossip, InputError
+from gossamer import ADPSGD, A2CiD2, Checkpoints, Continue, GossamerWarning, Gossip, InputError
 from gossamer.integrations._frameworks import require
 
-_accelerate = require("accelerate")
+_accelerate: Any = require("accelerate")
 
 WORKERS = "gossamer"
 """The folder inside a checkpoint of Accelerate or transformers that holds the exact state of every worker."""
@@ -75,7 +75,7 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def gossip(self) -> Gossip | None:
-        """The handle, once a model and its optimizer are prepared; None in a single process."""
+        """The handle while there is one: after a model and its optimizer were prepared, and not in a single process."""
         return self._gossip
 
     @contextmanager
@@ -97,7 +97,6 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         model = self._gossip.model
         mean = self.get_state_dict(model) if average else None
         self._gossip.close()
-        self._gossip = None
         if mean is not None:
             model.load_state_dict(mean)
 
@@ -105,7 +104,9 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         """Stop gossip because this worker has failed: do not wait for the others, which hear of it at once. Local."""
         if self._gossip is not None:
             self._gossip.__exit__(type(error), error, error.__traceback__)
-            self._gossip = None
+
+    def _ended(self) -> None:
+        self._gossip = None
 
     # -- preparing --------------------------------------------------------------------------------------------
 
@@ -164,6 +165,7 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         if trained:
             self._gossip = gossamer.decentralize(trained[0], optimizers, **self._settings)
             self._mixing = optimizers
+            self._gossip.on_stop(self._ended)
 
     def _bare_model(self, model: nn.Module) -> nn.Module:
         """The module without the wrapper of torch.compile."""
@@ -220,7 +222,8 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
         """`Accelerator.save_state` with the mean as the model, and the exact state of every worker. Collective."""
-        folder = super().save_state(output_dir, safe_serialization, **kwargs)
+        with self.averaged():  # also for save_state hooks, which may save the models themselves
+            folder = super().save_state(output_dir, safe_serialization, **kwargs)
         self.save_workers(folder, self._extra())
         return folder
 

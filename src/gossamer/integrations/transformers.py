@@ -12,7 +12,7 @@ from gossamer import GossamerError, GossamerWarning, Gossip, InputError
 from gossamer.integrations._frameworks import require
 from gossamer.integrations.accelerate import GossipAccelerator, check_settings, is_asynchronous, split_settings
 
-_transformers = require("transformers")
+_transformers: Any = require("transformers")
 
 # Methods of Trainer that are not documented and that GossipTrainer extends.
 _EXTENDED = ("_save", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
@@ -27,6 +27,8 @@ class GossipTrainer(_transformers.Trainer):  # type: ignore[misc]
     Evaluation, prediction and saved models use the mean of all workers, and the model is the mean when `train()`
     returns. Every checkpoint also holds the exact state of every worker, from which training resumes.
     """
+
+    accelerator: GossipAccelerator
 
     def __init__(self, *args: Any, **kwargs: Any):
         settings, others = split_settings(kwargs)
@@ -63,7 +65,7 @@ class GossipTrainer(_transformers.Trainer):  # type: ignore[misc]
     @property
     def gossip(self) -> Gossip | None:
         """The handle while `train()` runs; None before and after it, and in a single process."""
-        return self.accelerator.gossip  # type: ignore[no-any-return]
+        return self.accelerator.gossip
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and let it prepare models for gossip."""
@@ -113,8 +115,8 @@ class GossipTrainer(_transformers.Trainer):  # type: ignore[misc]
 
     def _extra(self) -> dict[str, Any]:
         """What may differ between workers besides model and optimizer: a step skipped by an overflow is local."""
-        scaler = self.accelerator.scaler
-        return {"scheduler": self.lr_scheduler} if scaler is None else {"scheduler": self.lr_scheduler, "scaler": scaler}
+        extra = {"scheduler": self.lr_scheduler}
+        return extra if self.accelerator.scaler is None else {**extra, "scaler": self.accelerator.scaler}
 
 
 class _MeanAtEnd(_transformers.TrainerCallback):  # type: ignore[misc]
