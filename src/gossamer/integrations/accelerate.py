@@ -65,6 +65,12 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
                 "multi-process training. To gossip between nodes that shard the model inside, call fully_shard() and "
                 "gossamer.decentralize() yourself"
             )
+        started = os.environ.get("WORLD_SIZE", "1")
+        if self.num_processes == 1 and started != "1":
+            raise InputError(
+                f"WORLD_SIZE is {started}, but Accelerate runs as a single process, because it has found no GPU; on "
+                "CPUs pass cpu=True to GossipAccelerator, or use_cpu=True to TrainingArguments"
+            )
         if getattr(self, "parallelism_config", None) is not None:
             raise InputError(
                 "gossip in Accelerate trains one whole replica per process, but this Accelerator has a "
