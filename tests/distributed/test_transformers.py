@@ -1,5 +1,6 @@
 """Gossip in the Hugging Face Trainer, on real workers with the real library and a tiny model without a download."""
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -292,3 +293,16 @@ def wrapped(rank, folder):
 def test_refuses_a_model_in_ddp(pools, tmp_path):
     for said in pools(2).run(wrapped, str(tmp_path)):
         assert "already wrapped in DistributedDataParallel; pass the bare module" in said
+
+
+def counts_tokens(rank, folder):
+    with fresh_accelerate(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        make({}, folder, include_num_input_tokens_seen="all")
+        return [str(w.message) for w in told if w.category is gossamer.GossamerWarning]
+
+
+def test_warns_of_a_gather_at_every_batch(pools, tmp_path):
+    for said in pools(2).run(counts_tokens, str(tmp_path)):
+        assert len(said) == 1
+        assert "every step waits for the slowest worker; set it to 'no'" in said[0]

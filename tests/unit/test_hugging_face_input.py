@@ -108,6 +108,14 @@ def test_refuses_a_model_in_data_parallel():
         GossipAccelerator(cpu=True).prepare(nn.DataParallel(nn.Linear(2, 2)))
 
 
+def test_refuses_one_process_with_several_gpus(arguments):
+    from gossamer.integrations.transformers import GossipTrainer
+
+    arguments["args"]._n_gpu = 2
+    with pytest.raises(gossamer.InputError, match="one process with 2 GPUs has nothing to gossip with"):
+        GossipTrainer(**arguments)
+
+
 def test_a_misspelled_argument_is_the_frameworks_error(arguments):
     from gossamer.integrations.accelerate import GossipAccelerator
     from gossamer.integrations.transformers import GossipTrainer

@@ -6,7 +6,6 @@ model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, load
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 import warnings
@@ -19,14 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gossamer
-from gossamer import ADPSGD, A2CiD2, Checkpoints, Continue, GossamerWarning, Gossip, InputError
+from gossamer import Checkpoints, GossamerWarning, Gossip, InputError
+from gossamer.checkpoint.state import bare
 from gossamer.integrations._frameworks import require
+from gossamer.integrations._settings import check_settings, is_asynchronous, split_settings
 
 _accelerate: Any = require("accelerate")
 
 WORKERS = "gossamer"
 """The folder inside a checkpoint of Accelerate or transformers that holds the exact state of every worker."""
-_NAMES = frozenset(inspect.signature(gossamer.decentralize).parameters) - {"model", "optimizer"}
 
 
 class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
@@ -161,7 +161,7 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
                 )
             return
         held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-        models = {id(m): m for m in map(self._bare_model, self._models)}
+        models = {id(m): m for m in map(bare, self._models)}
         trained = [m for m in models.values() if any(id(p) in held for p in m.parameters())]
         if len(trained) > 1:
             raise InputError(
@@ -172,11 +172,6 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
             self._gossip = gossamer.decentralize(trained[0], optimizers, **self._settings)
             self._mixing = optimizers
             self._gossip.on_stop(self._ended)
-
-    def _bare_model(self, model: nn.Module) -> nn.Module:
-        """The module without the wrapper of torch.compile."""
-        bare: nn.Module = self.unwrap_model(model, keep_torch_compile=False)
-        return bare
 
     # -- training ---------------------------------------------------------------------------------------------
 
@@ -218,7 +213,7 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
 
         `save_model()` and `save_state()` save it.
         """
-        if self._gossip is None or self._bare_model(model) is not self._gossip.model:
+        if self._gossip is None or bare(model) is not self._gossip.model:
             state: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
             return state
         with self.averaged():
@@ -243,8 +238,9 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         folders: list[str] = []
 
         def before(models: list[Any], folder: str) -> None:
-            models[:] = [_LoadsByName(model) for model in models]
             folders.append(folder)
+            if self._gossip is not None:
+                models[:] = [_LoadsByName(model) for model in models]
 
         hook = self.register_load_state_pre_hook(before)
         try:
@@ -302,31 +298,8 @@ class _LoadsByName:
     def state_dict(self) -> dict[str, Any]:
         return _copies(self._model.state_dict())
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
-        return self._model.load_state_dict(state, strict=strict)
-
-
-def split_settings(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keyword arguments of `gossamer.decentralize` in `kwargs`, and the others."""
-    settings = {key: value for key, value in kwargs.items() if key in _NAMES}
-    return settings, {key: value for key, value in kwargs.items() if key not in _NAMES}
-
-
-def check_settings(settings: Mapping[str, Any], framework: str) -> None:
-    """Refuse settings of `decentralize` that cannot work inside `framework`."""
-    failure = settings.get("on_failure")
-    if failure == "continue" or isinstance(failure, Continue):
-        raise InputError(
-            f"on_failure='continue' cannot work in {framework}: its process group is fixed, so a collective call of "
-            "the framework fails once a worker is dead; use on_failure='raise' and resume from a checkpoint, or call "
-            "gossamer.decentralize() in a loop of your own"
-        )
-
-
-def is_asynchronous(settings: Mapping[str, Any]) -> bool:
-    """Whether the settings choose an asynchronous algorithm."""
-    chosen = settings.get("algorithm", "awc")
-    return chosen in (ADPSGD.name, A2CiD2.name) if isinstance(chosen, str) else isinstance(chosen, ADPSGD | A2CiD2)
+    def load_state_dict(self, state: Mapping[str, Any], **kwargs: Any) -> Any:
+        return self._model.load_state_dict(state, **kwargs)
 
 
 def _bare_optimizer(optimizer: Any) -> Optimizer:

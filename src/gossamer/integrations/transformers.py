@@ -10,7 +10,8 @@ from typing import Any
 
 from gossamer import GossamerError, GossamerWarning, Gossip, InputError
 from gossamer.integrations._frameworks import require
-from gossamer.integrations.accelerate import GossipAccelerator, check_settings, is_asynchronous, split_settings
+from gossamer.integrations._settings import check_settings, is_asynchronous, split_settings
+from gossamer.integrations.accelerate import GossipAccelerator
 
 _transformers: Any = require("transformers")
 
@@ -93,7 +94,7 @@ class GossipTrainer(_transformers.Trainer):  # type: ignore[misc]
             super().save_model(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None and self.gossip is not None and self.args.should_save:
+        if state_dict is None and self.gossip is not None and self.gossip.in_meeting and self.args.should_save:
             state_dict = self.accelerator.get_state_dict(self.model)  # tensors with a storage of their own
         super()._save(output_dir, state_dict=state_dict)
 
