@@ -198,6 +198,31 @@ def test_the_plain_files_hold_the_mean(pools, tmp_path):
         assert all(torch.equal(plain[name], mean[name]) for name in mean)
 
 
+def loaded(rank, folder, settings):
+    with fresh_accelerate():
+        return loaded_here(folder, settings)
+
+
+def loaded_here(folder, settings):
+    accelerator = accelerator_of(settings)
+    model, *others = accelerator.prepare(*objects("adamw"))
+    accelerator.load_state(folder)
+    values = vector(model)
+    train(accelerator, model, *others)
+    return values, vector(model)
+
+
+@pytest.mark.parametrize("settings", [{}, None], ids=["gossip", "ddp"])
+def test_two_workers_load_what_four_have_saved(pools, tmp_path, settings):
+    folder = str(tmp_path / "state")
+    (mean, *_), *_ = pools(4).run(saved, folder, {"topology": "ring"}, 2)
+    expected = torch.cat([value.double().flatten() for value in mean.values()])
+    (first, trained), (second, _) = pools(2).run(loaded, folder, settings)
+    assert torch.equal(first, second) == (settings is None)
+    torch.testing.assert_close((first + second) / 2, expected, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(trained, first)
+
+
 def ddp_saves(rank, folder):
     with fresh_accelerate():
         return ddp_saves_here(folder)
@@ -249,7 +274,7 @@ def test_a_failing_worker_does_not_hang_the_others():
 
 
 def several(rank):
-    """A frozen teacher, a model with two optimizers, and what is refused."""
+    """A frozen teacher, a model with two optimizers, and objects that are prepared again or too late."""
     told = []
     with fresh_accelerate():
         accelerator = accelerator_of({})
@@ -267,14 +292,18 @@ def several(rank):
         told.append(error_of(accelerator_of({}).prepare, model, *optimizers))
         accelerator.free_memory()
         told.append(accelerator.gossip is None)
-    with fresh_accelerate():
-        accelerator = accelerator_of({})
-        models = seeded(0, mlp), seeded(1, mlp)
-        told.append(error_of(accelerator.prepare, *models, *(torch.optim.SGD(m.parameters(), 0.1) for m in models)))
-        model = nn.parallel.DistributedDataParallel(models[0])
-        told.append(error_of(accelerator_of({}).prepare, model, torch.optim.SGD(model.parameters(), 0.1)))
-        del model
     return told
+
+
+def refused(rank):
+    with fresh_accelerate():
+        models = seeded(0, mlp), seeded(1, mlp)
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in models]
+        accelerator = accelerator_of({})
+        many = error_of(accelerator.prepare, *models, *optimizers)
+        wrapped = error_of(accelerator_of({}).prepare, nn.parallel.DistributedDataParallel(models[0]), optimizers[0])
+        accelerator.wait_for_everyone()
+        return many, wrapped
 
 
 def error_of(call, *args):
@@ -286,10 +315,14 @@ def error_of(call, *args):
 
 
 def test_several_models_and_optimizers(pools):
-    for steps, frozen, same, late, twice, freed, many, wrapped in pools(2).run(several):
+    for steps, frozen, same, late, twice, freed in pools(2).run(several):
         assert (steps, frozen, same, freed) == (1, True, True, True)
         assert "prepared after gossip had begun" in late
         assert "earlier decentralize() call that is still open" in twice
+
+
+def test_refuses_two_trained_models_and_a_model_in_ddp(pools):
+    for many, wrapped in pools(2).run(refused):
         assert "trains one model, but the optimizers hold parameters of 2" in many
         assert "already wrapped in DistributedDataParallel; pass the bare module" in wrapped
 

@@ -287,6 +287,7 @@ def wrapped(rank, folder):
         except gossamer.InputError as error:
             return str(error)
         finally:
+            trainer.accelerator.wait_for_everyone()
             trainer.model = trainer.model_wrapped = trainer.model.module
 
 

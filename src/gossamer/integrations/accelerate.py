@@ -97,14 +97,13 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
             yield
 
     def close_gossip(self, *, average: bool = False) -> None:
-        """Stop gossip; with `average`, every worker's model is the mean of all workers afterwards. Collective."""
+        """Stop gossip; every worker keeps its own model, or with `average` has the mean of all workers. Collective."""
         if self._gossip is None:
             return
         model = self._gossip.model
-        mean = self.get_state_dict(model) if average else None
+        kept = self.get_state_dict(model) if average else _copies(model.state_dict())
         self._gossip.close()
-        if mean is not None:
-            model.load_state_dict(mean)
+        model.load_state_dict(kept)
 
     def abandon_gossip(self, error: BaseException) -> None:
         """Stop gossip because this worker has failed: do not wait for the others, which hear of it at once. Local."""
