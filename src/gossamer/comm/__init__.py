@@ -15,6 +15,7 @@ from gossamer.comm.exchange import (
 )
 from gossamer.comm.gloo import GlooTransport
 from gossamer.comm.guards import inspected
+from gossamer.comm.launcher import inside_ray_train, layout_of, node_name
 from gossamer.comm.local import Hub, LocalTransport
 from gossamer.comm.process_groups import (
     DeviceMesh,
@@ -27,8 +28,6 @@ from gossamer.comm.process_groups import (
     gathered,
     group_ranks,
     is_fully_sharded,
-    layout_of,
-    node_name,
     private_ddp,
     rank_and_size,
     sharded_ranks,
@@ -77,6 +76,7 @@ __all__ = [
     "exchange",
     "gathered",
     "group_ranks",
+    "inside_ray_train",
     "inspected",
     "is_fully_sharded",
     "layout_of",
