@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(400)  # Ray starts slowly on a loaded machine
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """Ray on this machine. Its workers import what this process can import, and get this module's functions by value."""
+    """Ray on this machine. Its workers import what this process imports, and get this module's functions by value."""
     before = dict(os.environ)
     os.environ |= {
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
@@ -38,7 +38,11 @@ def cluster(tmp_path_factory):
     }
     try:
         ray.init(
-            num_cpus=CPUS, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=2**27
+            num_cpus=CPUS,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=2**27,
         )
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         yield tmp_path_factory.mktemp("ray")
@@ -101,8 +105,8 @@ def test_a_torch_trainer_equals_its_ddp_and_refuses_elastic_jobs(cluster):
     assert done["moved"] > 1e-2
     assert done["node"].startswith("NODE_RANK=0 on ")
     assert done["refusal"] == (
-        "on_failure='continue' cannot be used inside Ray Train, which ends all workers when one of them dies; start the "
-        "workers with gossamer.integrations.ray.run_elastic, or use on_failure='raise'"
+        "on_failure='continue' cannot be used inside Ray Train, which ends all workers when one of them dies; start "
+        "the workers with gossamer.integrations.ray.run_elastic, or use on_failure='raise'"
     )
 
 
@@ -152,7 +156,7 @@ def test_a_killed_actor_is_replaced_and_all_end_with_one_model(cluster, tmp_path
     assert [done.values[r]["present"] for r in range(3)] == [3, 3, 3]
 
 
-# -- the page -----------------------------------------------------------------------------------------------------------
+# -- the page -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=["TorchTrainer", "elastic"])

@@ -229,8 +229,8 @@ def _elastic(worker: _Worker, broadcast: bool) -> ElasticGossip:
     """Found an elastic job together with the other workers, or join it while they train."""
     if inside_ray_train():
         raise InputError(
-            "on_failure='continue' cannot be used inside Ray Train, which ends all workers when one of them dies; start "
-            "the workers with gossamer.integrations.ray.run_elastic, or use on_failure='raise'"
+            "on_failure='continue' cannot be used inside Ray Train, which ends all workers when one of them dies; "
+            "start the workers with gossamer.integrations.ray.run_elastic, or use on_failure='raise'"
         )
     rank, size = rank_and_size(without_group=True)
     lanes = len(worker.optimizer) if isinstance(worker.optimizer, Sequence) else 1

@@ -1,6 +1,6 @@
 """Elastic jobs on a Ray cluster: workers are actors, and dead workers are replaced while the others train.
 
-Ray Train needs nothing of this module: inside a `TorchTrainer`, `gossamer.decentralize` works as it does under torchrun.
+Ray Train needs nothing of this module: in a `TorchTrainer`, `gossamer.decentralize` works as it does under torchrun.
 But Ray Train ends all workers when one of them dies. `run_elastic` starts the workers as actors of their own instead,
 hosts the directory of the job in the driver, and replaces actors that die.
 """
