@@ -88,6 +88,11 @@ def layout_of(names: Sequence[str]) -> Layout:
     return Layout(tuple(order[name] for name in names))
 
 
+def torn_node(names: Sequence[str]) -> str | None:
+    """The first node whose ranks are not consecutive; None if there is none."""
+    return next((name for at, name in enumerate(names) if name in names[:at] and name != names[at - 1]), None)
+
+
 def inside_ray_train() -> bool:
     """Whether this process is a worker of Ray Train, which has imported `ray.train` then."""
     train = sys.modules.get("ray.train")

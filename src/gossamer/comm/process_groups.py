@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from gossamer.comm.deadline import LET_READ, Deadline
-from gossamer.comm.launcher import launched_rank, layout_of, node_name
+from gossamer.comm.launcher import launched_rank, layout_of, node_name, torn_node
 from gossamer.comm.transport import PeerError
 from gossamer.errors import InputError
 
@@ -194,8 +194,11 @@ def share_texts(store: Store, workers: WorkerGroup, timeout: float, name: str, t
 _left: list[Any] = []  # process groups, kept until the process ends; see `_destroy`
 
 
-def join_world() -> tuple[int, int]:
-    """Make the default process group from the launcher's environment. Return the rank and the number of workers."""
+def join_world(timeout: timedelta | None = None) -> tuple[int, int]:
+    """Make the default process group from the launcher's environment. Return the rank and the number of workers.
+
+    `timeout` limits the wait for the other workers; default: that of torch.
+    """
     os.environ["RANK"], os.environ["WORLD_SIZE"] = map(str, launched_rank())
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -205,7 +208,7 @@ def join_world() -> tuple[int, int]:
         )
     if dist.is_initialized():  # left behind by a run that failed
         _destroy()
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timeout)
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -246,12 +249,15 @@ def said_by_first(text: str = "") -> str:
 
 def workers_per_node() -> tuple[int, ...]:
     """The number of workers on each node, as the launcher placed them. Collective."""
-    store = PrefixStore("gossamer/world", default_store())
-    names = share_texts(store, worker_group(None), 300.0, "node", node_name())
-    for at, name in enumerate(names[1:], start=1):
-        if name != names[at - 1] and name in names[:at]:
-            raise InputError(f"the ranks of node {name!r} are not consecutive; let the launcher place them by block")
+    names = share_in_world("node", node_name())
+    if (torn := torn_node(names)) is not None:
+        raise InputError(f"the ranks of node {torn!r} are not consecutive; let the launcher place them by block")
     return layout_of(names).per_node
+
+
+def share_in_world(name: str, text: str, timeout: float = 300.0) -> list[str]:
+    """The `text` of all workers of the default process group, by rank. Collective; once per `name`."""
+    return share_texts(PrefixStore("gossamer/world", default_store()), worker_group(None), timeout, name, text)
 
 
 def available_backends() -> dict[str, bool]:
