@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 
@@ -11,7 +12,7 @@ import torch
 from workers import mlp, process_group
 
 import gossamer
-from gossamer.comm.launcher import launched_rank, node_name
+from gossamer.comm.launcher import launched_rank
 from gossamer.jobs.layout import inspect_job
 from launch_files import LAUNCH, ROOT, SLURM_JOB, environment, parsed, run
 
@@ -68,18 +69,22 @@ def launched_by(variables, host):
         os.environ.update(before)
 
 
+def host_of(rank, launcher):
+    return "one-host" if launcher is by_hand else f"host-{rank // 2}"
+
+
 def look(rank, launcher):
-    """Rank and size before anything is made, what `doctor --job` sees, and the layout that `decentralize` finds."""
-    with launched_by(launcher(rank), "one-host" if launcher is by_hand else f"host-{rank // 2}"):
-        first = launched_rank()
-        seen = inspect_job()
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(SIZE))
-        with process_group():
-            model = mlp()
-            gossip = gossamer.decentralize(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            layout = gossip.control.layout.node
-            gossip.close()
-        return first, seen.to_dict(), layout, node_name()
+    """Rank and size before anything is made, and what `doctor --job` sees."""
+    with launched_by(launcher(rank), host_of(rank, launcher)):
+        return launched_rank(), inspect_job().to_dict()
+
+
+def start(rank, launcher):
+    """The layout that `decentralize` finds, in a process group that the user's script has made."""
+    with launched_by(launcher(rank) | {"RANK": rank, "WORLD_SIZE": SIZE}, host_of(rank, launcher)), process_group():
+        model = mlp()
+        with gossamer.decentralize(model, torch.optim.SGD(model.parameters(), lr=0.1)) as gossip:
+            return gossip.control.layout.node
 
 
 @pytest.mark.parametrize(
@@ -95,11 +100,10 @@ def look(rank, launcher):
     ],
 )
 def test_two_nodes_of_two_workers_are_seen_as_such(pools, launcher, name, node):
+    assert pools(4).run(start, launcher) == [(0, 0, 1, 1)] * SIZE
     found = pools(4).run(look, launcher)
-    assert [first for first, *_ in found] == [(rank, SIZE) for rank in range(SIZE)]
-    assert [layout for _, _, layout, _ in found] == [(0, 0, 1, 1)] * SIZE
-    assert found[3][3] == node
-    for _, seen, _, _ in found:
+    assert [numbers for numbers, _ in found] == [(rank, SIZE) for rank in range(SIZE)]
+    for _, seen in found:
         assert (seen["workers"], seen["launcher"], seen["problems"]) == (SIZE, name, [])
         assert [n["ranks"] for n in seen["nodes"]] == [[0, 1], [2, 3]]
         assert seen["nodes"][1]["name"] == node
@@ -144,6 +148,14 @@ def free_port():
         return str(server.getsockname()[1])
 
 
+def free_job():
+    """The id of a Slurm job for which the scripts choose a port that is free."""
+    while True:
+        job = random.randrange(9000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 20000 + job)):
+            return str(job)
+
+
 def together(commands, environments):
     """What the commands print that run at the same time, one per node of a job."""
     pairs = zip(commands, environments, strict=True)
@@ -157,7 +169,7 @@ def together(commands, environments):
 
 
 def test_one_step_per_node_under_slurm():
-    seen = json.loads(run("slurm_steps.sbatch", "python", *DOCTOR, **SLURM_JOB | {"SLURM_JOB_ID": free_port()[-4:]}))
+    seen = json.loads(run("slurm_steps.sbatch", "python", *DOCTOR, **SLURM_JOB | {"SLURM_JOB_ID": free_job()}))
     assert [(n["name"], n["ranks"]) for n in seen["nodes"]] == [
         ("SLURM_NODEID=0 on 127.0.0.1", [0, 1]),
         ("SLURM_NODEID=0 on localhost", [2, 3]),
@@ -198,7 +210,7 @@ def test_torchrun_in_two_pods_as_kubeflow_starts_it():
 
 def test_the_default_program_of_a_launch_file_runs():
     """The example that every file starts by default trains under it, here for one epoch under Slurm's variables."""
-    job = SLURM_JOB | {"SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_ID": free_port()[-4:]}
+    job = SLURM_JOB | {"SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_ID": free_job()}
     assert "python examples/ddp_to_gossamer.py" in (LAUNCH / "slurm.sbatch").read_text(encoding="utf-8")
     out = run("slurm.sbatch", "python", "examples/ddp_to_gossamer.py", "--epochs", "1", **job)
     assert out.startswith("epoch 0  test loss ")

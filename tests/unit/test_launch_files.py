@@ -92,6 +92,7 @@ def test_the_schemas_refuse_mistakes(file, schema, change):
 
 def test_every_file_starts_a_program_that_exists_and_is_in_the_readme():
     readme = (LAUNCH / "README.md").read_text(encoding="utf-8")
+    assert [link for link in re.findall(r"\]\(([^)#]+)", readme) if not (LAUNCH / link).exists()] == []
     for file in LAUNCH.iterdir():
         text = file.read_text(encoding="utf-8")
         assert f"({file.name})" in readme or file.name == "README.md", f"{file.name} is not in the README"
