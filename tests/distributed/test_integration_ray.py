@@ -1,5 +1,6 @@
 """Gossip on Ray, with the real Ray: inside a TorchTrainer, and as an elastic job whose dead actors are replaced."""
 
+import json
 import os
 import re
 import signal
@@ -53,14 +54,6 @@ def cluster(tmp_path_factory):
         os.environ.update(before)
 
 
-def fit(train, folder, workers=2):
-    from ray.train import RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
-
-    run = RunConfig(name="test", storage_path=str(folder))
-    return TorchTrainer(train, scaling_config=ScalingConfig(num_workers=workers), run_config=run).fit()
-
-
 # -- Ray Train ----------------------------------------------------------------------------------------------------
 
 
@@ -76,38 +69,78 @@ def trained_with_ddp(steps):
     return vector(model.module)
 
 
-def train_both_ways():
-    """Train with DDP and with exact gossip, and return how far apart they are at most, and how far the starts were."""
+def train_both_ways(folder):
+    """Train with DDP and with exact gossip, and write down how far apart they are at most, and how far the starts were.
+
+    Then worker 1 raises while worker 0 trains on.
+    """
     theirs = trained_with_ddp(steps=10)
     rank = dist.get_rank()
     model = seeded(3 + rank, mlp)  # worker 0's parameters count
     start = vector(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gossip = gossamer.decentralize(model, optimizer, topology="complete", algorithm="atc")
-    for step in range(10):
-        loss_of(model, rank, step).backward()
+
+    def step(at):
+        loss_of(model, rank, at).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    for at in range(10):
+        step(at)
+    apart = torch.stack([(vector(model) - theirs).abs().max(), -(start - theirs).abs().max()])
+    dist.all_reduce(apart, dist.ReduceOp.MAX)
+    with gossip.averaged():
+        mean = (vector(model) - theirs).abs().max()
     try:
         gossamer.decentralize(seeded(0, mlp), optimizer, on_failure="continue")
         refusal = ""
     except gossamer.InputError as error:
         refusal = str(error)
-    apart = torch.stack([(vector(model) - theirs).abs().max(), -(start - theirs).abs().max()])
-    dist.all_reduce(apart, dist.ReduceOp.MAX)
-    gossip.close()
-    return {"apart": float(apart[0]), "moved": -float(apart[1]), "refusal": refusal, "node": node_name()}
+    if rank == 0:
+        seen = {"apart": float(apart[0]), "moved": -float(apart[1]), "mean": float(mean)}
+        (Path(folder) / "seen.json").write_text(json.dumps({**seen, "refusal": refusal, "node": node_name()}))
+    dist.barrier()
+    for at in range(10, 10**9):
+        if rank == 1 and at == 15:
+            raise ValueError("worker 1 has bad data")
+        step(at)
 
 
-def test_a_torch_trainer_equals_its_ddp_and_refuses_elastic_jobs(cluster):
-    done = fit(train_both_ways, cluster).return_value
-    assert done["apart"] < 1e-6
-    assert done["moved"] > 1e-2
-    assert done["node"].startswith("NODE_RANK=0 on ")
-    assert done["refusal"] == (
+@pytest.fixture(scope="module")
+def trained(cluster):
+    """What worker 0 wrote down, and the error with which the training ended."""
+    from ray.train import RunConfig, ScalingConfig, TrainingFailedError
+    from ray.train.torch import TorchTrainer
+
+    trainer = TorchTrainer(
+        train_both_ways,
+        train_loop_config=str(cluster),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(cluster)),
+    )
+    with pytest.raises(TrainingFailedError) as error:
+        trainer.fit()
+    return json.loads((cluster / "seen.json").read_text()), str(error.value)
+
+
+def test_a_torch_trainer_equals_its_ddp(trained):
+    seen, _ = trained
+    assert seen["apart"] < 1e-6
+    assert seen["mean"] < 1e-6
+    assert seen["moved"] > 1e-2
+    assert seen["node"].startswith("NODE_RANK=0 on ")
+
+
+def test_an_elastic_job_is_refused_inside_ray_train(trained):
+    assert trained[0]["refusal"] == (
         "on_failure='continue' cannot be used inside Ray Train, which ends all workers when one of them dies; start "
         "the workers with gossamer.integrations.ray.run_elastic, or use on_failure='raise'"
     )
+
+
+def test_an_exception_on_one_worker_ends_the_training(trained):
+    assert "worker 1 has bad data" in trained[1]
 
 
 # -- elastic jobs ---------------------------------------------------------------------------------------------------
@@ -154,6 +187,25 @@ def test_a_killed_actor_is_replaced_and_all_end_with_one_model(cluster, tmp_path
     for rank in (1, 2):
         assert torch.equal(done.values[rank]["model"], done.values[0]["model"])
     assert [done.values[r]["present"] for r in range(3)] == [3, 3, 3]
+
+
+def train_badly(topology):
+    if topology is None and os.environ["RANK"] == "1":
+        raise ValueError("worker 1 is broken")
+    model = mlp()
+    gossamer.decentralize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), topology=topology or "ring", on_failure="continue"
+    )
+
+
+def test_bad_input_on_the_actors_is_raised_in_the_driver(cluster):
+    with pytest.raises(gossamer.InputError, match="no-such-topology"):
+        run_elastic(train_badly, "no-such-topology", workers=2)
+
+
+def test_a_worker_lost_before_all_have_met_ends_the_job(cluster):
+    with pytest.raises(gossamer.GossamerError, match=r"ValueError: worker 1 is broken.*had not met yet"):
+        run_elastic(train_badly, None, workers=2, max_replacements=0)
 
 
 # -- the page -----------------------------------------------------------------------------------------------------
