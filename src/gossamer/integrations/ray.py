@@ -149,7 +149,7 @@ class _Job:
             return rank, None, error
 
     def give_up_waiting(self) -> None:
-        """End the replacements for which Ray has found no place: nobody is left whose state they could take."""
+        """The job is ending: end the replacements for which Ray has found no place, because they might never start."""
         for rank, started in self._waiting.items():
             if not self._ray.wait([started], timeout=0)[0]:
                 self._stop(rank)

@@ -12,7 +12,7 @@ from datetime import timedelta
 from importlib.metadata import version
 
 from gossamer.comm.launcher import find_launcher, launched_rank, node_name, torn_node
-from gossamer.comm.process_groups import StoreError, join_world, leave_world, share_in_world
+from gossamer.comm.process_groups import join_world, leave_world, share_in_world
 from gossamer.comm.tcp import DirectoryClient
 from gossamer.errors import GossamerError, InputError
 
@@ -73,14 +73,14 @@ def _share(rank: int, size: int, text: str) -> tuple[str, list[str]]:
         return f"the directory {address}", texts
     try:
         join_world(timedelta(seconds=TIMEOUT))
-    except (StoreError, RuntimeError) as error:
+        texts = share_in_world("doctor", text, TIMEOUT)
+        leave_world()  # its barrier is a message between workers
+    except RuntimeError as error:  # of torch: a store that nobody hosts, a connection that is refused
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise GossamerError(
             f"worker {rank} of {size} could not meet the others at {place}: {str(error).splitlines()[0]}; check that "
             "every worker was started, that MASTER_ADDR is worker 0's host, and that hosts can reach each other"
         ) from error
-    texts = share_in_world("doctor", text, TIMEOUT)
-    leave_world()  # its barrier is a message between workers
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", texts
 
 
