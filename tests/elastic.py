@@ -89,7 +89,8 @@ class Job:
     """`n` workers and the directory they meet in."""
 
     def __init__(self, n: int, per_node: int, options: dict[str, Any], hosted: HostedDirectory):
-        self.n, self.per_node, self.options, self.directory = n, per_node, options, hosted
+        self.n, self.options, self.directory = n, options, hosted
+        self.nodes = [rank // per_node for rank in range(n)]  # by rank
         self.local = threading.local()
         self.lock = threading.Lock()
 
@@ -129,7 +130,7 @@ def job(monkeypatch: Any, n: int, per_node: int = 1, **options: Any) -> Any:
     engine = import_module("gossamer.engine.decentralize")
     monkeypatch.setattr(engine, "rank_and_size", lambda without_group=False: (made.local.rank, n))
     for module in (engine, import_module("gossamer.comm.tcp.rendezvous")):
-        monkeypatch.setattr(module, "node_name", lambda: f"node={made.local.rank // per_node}")
+        monkeypatch.setattr(module, "node_name", lambda: f"node={made.nodes[made.local.rank]}")
     try:
         yield made
     finally:

@@ -69,6 +69,20 @@ def test_the_others_continue_and_a_replacement_joins(monkeypatch, victim):
     assert all(w.started_at == 0 for w in others)  # nobody was restarted
 
 
+def test_a_replacement_may_be_on_another_node(monkeypatch):
+    with job(monkeypatch, 4, 2, topology="aer", soft_deadline=5.0, hard_deadline=20.0) as made:
+        workers = made.all(100, report, pause=0.02)
+        workers[3].until(20)
+        workers[3].kill()
+        made.nodes[3] = 0
+        replacement = made.start(3, 100, report, pause=0.02)
+        replacement.until(50)
+        layouts = [w.gossip.lanes[0].planned.topology.layout.node for w in [*workers[:3], replacement]]
+        means = [mean for _, mean, _ in finish([*workers[:3], replacement])]
+    assert layouts == [(0, 0, 1, 0)] * 4
+    assert all(torch.allclose(mean, means[0], atol=1e-6) for mean in means)
+
+
 def test_the_others_continue_after_a_whole_node_dies(monkeypatch):
     with job(monkeypatch, 6, 2, topology="aer", soft_deadline=5.0, hard_deadline=20.0) as made:
         workers = made.all(80, report, pause=0.02)

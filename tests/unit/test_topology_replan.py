@@ -28,6 +28,14 @@ def test_nothing_changes_while_all_workers_are_alive():
     assert replanned("ring", founding, range(4), founding.layout) is founding
 
 
+def test_a_family_is_built_again_if_a_replacement_is_on_another_node():
+    founding = build("aer", Layout.of([2, 2]))
+    moved = Layout((0, 0, 1, 0))
+    assert replanned("aer", founding, range(4), moved).layout == moved
+    ring = resolve(nx.cycle_graph(4), Layout.of([2, 2]))
+    assert replanned(nx.cycle_graph(4), ring, range(4), moved) is ring
+
+
 def test_a_graph_without_its_dead_workers_is_doubly_stochastic():
     founding = resolve(nx.petersen_graph(), Layout.flat(10))
     for dead in itertools.combinations(range(10), 2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -124,3 +124,15 @@ def print_rich(*what: Any) -> None:
 def count_of(number: int, noun: str) -> str:
     """Return "1 step", "2 steps"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def rank_ranges(group: Sequence[int]) -> str:
+    """Return the ranks, with three or more consecutive ones as a range: `0-3+8-11`."""
+    runs: list[list[int]] = []
+    for worker in group:
+        if runs and worker == runs[-1][1] + 1:
+            runs[-1][1] = worker
+        else:
+            runs.append([worker, worker])
+    pieces = [str(a) if a == b else f"{a}+{b}" if b == a + 1 else f"{a}-{b}" for a, b in runs]
+    return "+".join(pieces[:8]) + ("+..." if len(pieces) > 8 else "")

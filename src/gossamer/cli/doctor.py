@@ -12,10 +12,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gossamer.cli.common import Json, command_app, print_json, print_rich, table
+from gossamer.cli.common import Json, command_app, count_of, print_json, print_rich, rank_ranges, table
+
+if TYPE_CHECKING:
+    from gossamer.jobs.layout import SeenJob
 
 app = command_app()
 
@@ -45,9 +49,20 @@ class Check:
     remedy: str = ""
 
 
-@app.command(epilog="Example: gossamer doctor --json")
-def doctor(as_json: Json = False) -> None:
+@app.command(
+    epilog="Examples: gossamer doctor --json\n\ntorchrun --nproc-per-node 2 -m gossamer doctor --job | "
+    "srun gossamer doctor --job"
+)
+def doctor(
+    job: Annotated[
+        bool, typer.Option("--job", help="Check the job that a launcher started: its workers and their nodes.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Check this machine: versions, backends, cores, network namespaces, and what is missing."""
+    if job:
+        _job(as_json)
+        return
     checks = [replace(c, remedy="") if c.ok else c for c in _checks()]
     usable = all(c.ok for c in checks if c.needed)
     if as_json:
@@ -56,6 +71,37 @@ def doctor(as_json: Json = False) -> None:
         _print(checks, usable)
     if not usable:
         raise typer.Exit(1)
+
+
+def _job(as_json: bool) -> None:
+    """Meet the other workers of the job; worker 0 prints what they see."""
+    from gossamer.jobs.layout import inspect_job
+
+    seen = inspect_job()
+    if seen.rank == 0:
+        if as_json:
+            print_json(seen.to_dict())
+        else:
+            _print_job(seen)
+    if seen.problems:
+        raise typer.Exit(1)
+
+
+def _print_job(seen: SeenJob) -> None:
+    from rich.markup import escape
+
+    rows = table("node", "name", "hosts", "workers")
+    for at, node in enumerate(seen.nodes):
+        rows.add_row(str(at), escape(node.name), escape(", ".join(node.hosts)), rank_ranges(node.ranks))
+    shape = ",".join(str(len(node.ranks)) for node in seen.nodes)
+    options = f"--per-node {shape}" if len(seen.nodes) > 1 else f"--n {seen.workers}"
+    found = f"{count_of(seen.workers, 'worker')} on {count_of(len(seen.nodes), 'node')}, started by {seen.launcher}"
+    print_rich(
+        f"{found}; they met at {seen.met_at}",
+        rows,
+        *(f"problem: {escape(problem)}" for problem in seen.problems),
+        f"next: gossamer topology list {options}",
+    )
 
 
 def _checks() -> Iterator[Check]:

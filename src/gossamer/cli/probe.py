@@ -32,8 +32,8 @@ def probe(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure links and all-reduce under torchrun or Slurm (or in the lab), and write a cluster file."""
-    from gossamer.comm.process_groups import launched
+    """Measure links and all-reduce under a launcher (or in the lab), and write a cluster file."""
+    from gossamer.comm.launcher import launched
     from gossamer.predict.cluster import read_compute
 
     if not 0 < seconds <= 60:

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gossamer.cli.common import Json, N, Nodes, Output, PerNode, command_app, layout_from, print_json, print_rich, table
+from gossamer.cli.common import (
+    Json,
+    N,
+    Nodes,
+    Output,
+    PerNode,
+    command_app,
+    layout_from,
+    print_json,
+    print_rich,
+    rank_ranges,
+    table,
+)
 from gossamer.errors import InputError
 
 if TYPE_CHECKING:
@@ -177,7 +189,7 @@ def _groups(made: Round) -> str:
     """Return the groups as ranges of ranks, and the number of workers that average with no other."""
     groups = [g for g in made.groups if len(g) > 1]
     alone = len(made.groups) - len(groups)
-    text = "  ".join(_ranks(g) for g in groups[:LISTED_GROUPS])
+    text = "  ".join(rank_ranges(g) for g in groups[:LISTED_GROUPS])
     if len(groups) > LISTED_GROUPS:
         text += f"  ... {len(groups) - LISTED_GROUPS} more"
     if made.weights is not None:
@@ -185,15 +197,3 @@ def _groups(made: Round) -> str:
     if alone:
         text += f"  ({alone} sit{'s' * (alone == 1)} out)" if groups else "none"
     return text
-
-
-def _ranks(group: tuple[int, ...]) -> str:
-    """Return the ranks, with three or more consecutive ones as a range: `0-3+8-11`."""
-    runs: list[list[int]] = []
-    for worker in group:
-        if runs and worker == runs[-1][1] + 1:
-            runs[-1][1] = worker
-        else:
-            runs.append([worker, worker])
-    pieces = [str(a) if a == b else f"{a}+{b}" if b == a + 1 else f"{a}-{b}" for a, b in runs]
-    return "+".join(pieces[:8]) + ("+..." if len(pieces) > 8 else "")

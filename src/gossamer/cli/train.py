@@ -1,4 +1,4 @@
-"""`gossamer train`: train a task on local workers, on virtual workers, or in a job that torchrun or Slurm started."""
+"""`gossamer train`: train a task on local workers, on virtual workers, or in a job that a launcher started."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def train(
         bool, typer.Option("--tensorboard", help="Write TensorBoard files as well.", rich_help_panel=OUTPUT)
     ] = False,
 ) -> None:
-    """Train a task on local workers, on virtual workers, or as a worker of a job that torchrun or Slurm started."""
-    from gossamer.comm.process_groups import launched
+    """Train a task on local workers, on virtual workers, or as a worker of a job that a launcher started."""
+    from gossamer.comm.launcher import launched
     from gossamer.jobs.progress import summary_writer
 
     if tensorboard:

@@ -15,6 +15,7 @@ from gossamer.comm.exchange import (
 )
 from gossamer.comm.gloo import GlooTransport
 from gossamer.comm.guards import inspected
+from gossamer.comm.launcher import inside_ray_train, layout_of, node_name
 from gossamer.comm.local import Hub, LocalTransport
 from gossamer.comm.process_groups import (
     DeviceMesh,
@@ -29,8 +30,6 @@ from gossamer.comm.process_groups import (
     group_ranks,
     hybrid_dimensions,
     is_fully_sharded,
-    layout_of,
-    node_name,
     private_ddp,
     rank_and_size,
     sharded_ranks,
@@ -81,6 +80,7 @@ __all__ = [
     "gathered",
     "group_ranks",
     "hybrid_dimensions",
+    "inside_ray_train",
     "inspected",
     "is_fully_sharded",
     "layout_of",

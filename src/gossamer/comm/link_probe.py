@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from gossamer.comm.gloo import Edge, GlooTransport
-from gossamer.comm.process_groups import PrefixStore, default_store, layout_of, node_name, rank_and_size, worker_group
+from gossamer.comm.launcher import layout_of, node_name
+from gossamer.comm.process_groups import PrefixStore, default_store, rank_and_size, worker_group
 from gossamer.comm.transport import clock
 
 PINGS = 30

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,9 +16,9 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from gossamer.comm.deadline import LET_READ, Deadline
+from gossamer.comm.launcher import launched_rank, layout_of, node_name, torn_node
 from gossamer.comm.transport import PeerError
 from gossamer.errors import InputError
-from gossamer.topology import Layout
 
 __all__ = ["DeviceMesh", "PrefixStore", "ProcessGroup", "ProcessGroupGloo", "Store"]
 
@@ -70,27 +69,16 @@ StoreError = dist.DistError  # a store that cannot be reached any more, among ot
 def rank_and_size(without_group: bool = False) -> tuple[int, int]:
     """This worker's rank and the number of workers, from the default process group.
 
-    With `without_group`, RANK and WORLD_SIZE in the environment are used if there is no process group.
+    With `without_group`, the launcher's variables are used if there is no process group.
     """
     if not dist.is_available() or not dist.is_initialized():
         if without_group:
-            return _from_environment()
+            return launched_rank()
         raise InputError(
             "decentralize() needs a process group, and none is initialized; call "
-            "torch.distributed.init_process_group() first, in a job started by torchrun or Slurm"
+            "torch.distributed.init_process_group() first, in a job that a launcher such as torchrun started"
         )
     return dist.get_rank(), dist.get_world_size()
-
-
-def _from_environment() -> tuple[int, int]:
-    names = ("RANK", "WORLD_SIZE") if "RANK" in os.environ else ("SLURM_PROCID", "SLURM_NTASKS")
-    texts = [os.environ.get(name, "") for name in names]
-    if not all(text.isdigit() for text in texts) or int(texts[0]) >= int(texts[1]):
-        raise InputError(
-            f"{names[0]} and {names[1]} must be set to this worker's number and how many there are, got "
-            f"{texts[0]!r} and {texts[1]!r}; start the job with a launcher, or set them"
-        )
-    return int(texts[0]), int(texts[1])
 
 
 def default_store() -> Store:
@@ -114,20 +102,6 @@ def broadcast_from_first(tensors: list[Tensor], group: Any = None) -> None:
             dist.broadcast(whole, group=group, group_src=0)
             if whole is not tensor:
                 tensor.copy_(whole)
-
-
-def node_name() -> str:
-    """A name that the workers of a node have in common: the launcher's node rank, or else the host's name."""
-    for variable in ("GOSSAMER_NODE", "GROUP_RANK", "SLURM_NODEID"):
-        if os.environ.get(variable, "") != "":
-            return f"{variable}={os.environ[variable]}"
-    return f"host={socket.gethostname()}"
-
-
-def layout_of(names: Sequence[str]) -> Layout:
-    """The layout in which workers with the same node name share a node. Nodes are numbered by their first worker."""
-    order = {name: at for at, name in enumerate(dict.fromkeys(names))}
-    return Layout(tuple(order[name] for name in names))
 
 
 def ddp_process_group(model: torch.nn.Module) -> Any | None:
@@ -237,22 +211,17 @@ def share_texts(store: Store, workers: WorkerGroup, timeout: float, name: str, t
     return texts
 
 
-# Joining the job that a launcher started, and leaving it: torchrun, Slurm's srun, or Gossamer's own local workers.
+# Joining the job that a launcher started, and leaving it.
 
 _left: list[Any] = []  # process groups, kept until the process ends; see `_destroy`
 
 
-def launched() -> bool:
-    """Whether a launcher started this process as one of several workers."""
-    torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    return torchrun or int(os.environ.get("SLURM_STEP_NUM_TASKS", 0)) > 1
+def join_world(timeout: timedelta | None = None) -> tuple[int, int]:
+    """Make the default process group from the launcher's environment. Return the rank and the number of workers.
 
-
-def join_world() -> tuple[int, int]:
-    """Make the default process group from the launcher's environment. Return the rank and the number of workers."""
-    if "RANK" not in os.environ:
-        os.environ["RANK"] = os.environ["SLURM_PROCID"]
-        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
+    `timeout` limits the wait for the other workers; default: that of torch.
+    """
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = map(str, launched_rank())
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise InputError(
@@ -261,7 +230,7 @@ def join_world() -> tuple[int, int]:
         )
     if dist.is_initialized():  # left behind by a run that failed
         _destroy()
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timeout)
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -302,12 +271,15 @@ def said_by_first(text: str = "") -> str:
 
 def workers_per_node() -> tuple[int, ...]:
     """The number of workers on each node, as the launcher placed them. Collective."""
-    store = PrefixStore("gossamer/world", default_store())
-    names = share_texts(store, worker_group(None), 300.0, "node", node_name())
-    for at, name in enumerate(names[1:], start=1):
-        if name != names[at - 1] and name in names[:at]:
-            raise InputError(f"the ranks of node {name!r} are not consecutive; let the launcher place them by block")
+    names = share_in_world("node", node_name())
+    if (torn := torn_node(names)) is not None:
+        raise InputError(f"the ranks of node {torn!r} are not consecutive; let the launcher place them by block")
     return layout_of(names).per_node
+
+
+def share_in_world(name: str, text: str, timeout: float = 300.0) -> list[str]:
+    """The `text` of all workers of the default process group, by rank. Collective; once per `name`."""
+    return share_texts(PrefixStore("gossamer/world", default_store()), worker_group(None), timeout, name, text)
 
 
 def available_backends() -> dict[str, bool]:

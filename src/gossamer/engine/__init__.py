@@ -1,6 +1,7 @@
 """Gossip on a user's model and optimizer: policies, flat buckets, lanes, the handle, virtual workers."""
 
 from gossamer.comm import PeerError
+from gossamer.comm.tcp import HostedDirectory
 from gossamer.engine.decentralize import decentralize, node_group
 from gossamer.engine.elastic.gossip import ElasticGossip
 from gossamer.engine.gossip import Gossip
@@ -30,6 +31,7 @@ __all__ = [
     "Exchange",
     "Gossip",
     "GossipHandle",
+    "HostedDirectory",
     "MixedParameters",
     "NeighborGuard",
     "Participation",

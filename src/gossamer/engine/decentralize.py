@@ -29,6 +29,7 @@ from gossamer.comm import (
     WorkerGroup,
     ddp_process_group,
     default_store,
+    inside_ray_train,
     layout_of,
     node_name,
     rank_and_size,
@@ -250,6 +251,11 @@ def _warn_if_single(prepared: Prepared, model: nn.Module, workers: WorkerGroup) 
 
 def _elastic(worker: _Worker, broadcast: bool) -> ElasticGossip:
     """Found an elastic job together with the other workers, or join it while they train."""
+    if inside_ray_train():
+        raise InputError(
+            "on_failure='continue' cannot be used inside Ray Train, which ends all workers when one of them dies; "
+            "start the workers with gossamer.integrations.ray.run_elastic, or use on_failure='raise'"
+        )
     rank, size = rank_and_size(without_group=True)
     lanes = len(worker.optimizer) if isinstance(worker.optimizer, Sequence) else 1
     start = Rendezvous(rank, size, lanes, worker.timeout)

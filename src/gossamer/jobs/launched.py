@@ -1,4 +1,4 @@
-"""Training as one worker of a job that torchrun or Slurm started."""
+"""Training as one worker of a job that a launcher such as torchrun or Slurm started."""
 
 from __future__ import annotations
 

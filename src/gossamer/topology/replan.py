@@ -15,13 +15,14 @@ from gossamer.topology.registry import build
 def replanned(spec: Any, founding: Topology, alive: Sequence[int], layout: Layout) -> Topology:
     """Return the topology for the workers `alive` of `founding`, on their `layout`.
 
-    A named family is built again for the new number of workers. A custom topology is restricted to the workers that
+    A named family is built again for the workers and their nodes. A custom topology is restricted to the workers that
     are alive: see `restricted`. If the restricted topology is not connected, so that its parts would never agree, an
     alternating exponential ring replaces it.
     """
-    if len(alive) == founding.n:
+    named = isinstance(spec, str) and not spec.strip().endswith(".json")
+    if len(alive) == founding.n and (layout == founding.layout or not named):
         return founding
-    if isinstance(spec, str) and not spec.strip().endswith(".json"):
+    if named:
         return build(spec, layout)
     rest = restricted(founding, alive, layout)
     return rest if _joined(rest) else build("aer", layout)

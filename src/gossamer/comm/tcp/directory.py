@@ -24,6 +24,7 @@ from gossamer.errors import GossamerError, InputError
 
 ANSWER = 3.0  # seconds the directory may take to answer
 POLL = 0.02  # seconds between checks of whether all workers have shared their text
+PREFIX = "gossamer"  # of all keys
 T = TypeVar("T")
 
 
@@ -46,6 +47,11 @@ class HostedDirectory:
         self._store: TCPStore | None = TCPStore(
             reach, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
+
+    @property
+    def founded(self) -> bool:
+        """Whether all workers have met here and founded their job."""
+        return self._store is not None and look(PrefixStore(PREFIX, self._store), "record") != ""
 
     def close(self) -> None:
         """Stop serving. Workers continue to train, but nobody can join."""
@@ -126,11 +132,21 @@ class DirectoryClient:
         return self.ask(request, self._first_wait + ANSWER)
 
     def share(
-        self, name: str, rank: int, size: int, text: str, timeout: float, stop: Callable[[], bool] = lambda: False
+        self,
+        name: str,
+        rank: int,
+        size: int,
+        text: str,
+        timeout: float,
+        stop: Callable[[], bool] = lambda: False,
+        write: Callable[[Store, str, str], object] = Store.set,
     ) -> list[str] | None:
-        """Return the latest text of all `size` workers for `name`, by rank. Return None if `stop()` while waiting."""
+        """Return the text of all `size` workers for `name`, by rank. Return None if `stop()` while waiting.
+
+        The text of a worker is its latest one; with `write=settle`, its first one.
+        """
         deadline = Deadline(timeout)
-        self.ask_at_start(lambda store: store.set(f"{name}/{rank}", text))
+        self.ask_at_start(lambda store: write(store, f"{name}/{rank}", text))
         keys = [f"{name}/{r}" for r in range(size)]
         while missing := self.ask(lambda store: [r for r, key in enumerate(keys) if not store.check([key])]):
             if stop():
@@ -159,7 +175,7 @@ class DirectoryClient:
             try:
                 if store is None:
                     wait, self._next_wait = self._next_wait, ANSWER
-                    store = PrefixStore("gossamer", self._connect(wait))
+                    store = PrefixStore(PREFIX, self._connect(wait))
                 answer.put((True, request(store)))
             except Exception as error:
                 store = None  # a failed connection stays failed, so open another one next time

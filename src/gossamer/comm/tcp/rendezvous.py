@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from gossamer.comm.process_groups import node_name
+from gossamer.comm.launcher import node_name
 from gossamer.comm.tcp.directory import DirectoryClient, directory_address, look, settle
 from gossamer.comm.tcp.record import Foundation, Member, Record
 
@@ -44,9 +44,13 @@ class Rendezvous:
         self._shared: dict[str, str] = {}
 
     def share(self, name: str, text: str) -> list[str]:
-        """Return the latest text of all workers for `name`, by rank; of a dead worker, the one it left."""
+        """Return the first text of all workers for `name`, by rank.
+
+        A replacement gets what the founders shared, whatever its own text is: it may be on another node than the worker
+        that it replaces, and still describes the job as the founders did.
+        """
         try:
-            texts = self.directory.share(name, self.rank, self.size, text, self.timeout)
+            texts = self.directory.share(name, self.rank, self.size, text, self.timeout, write=settle)
         except BaseException:
             self.close()
             raise
