@@ -152,13 +152,13 @@ def test_alone_there_is_one_replica():
     assert opt.kappa(opt.param_groups[0]) == 1
 
 
-def test_the_default_discount_is_two_with_several_replicas():
+def test_kappa_is_the_number_of_replicas_by_default():
     opt = GossipAdam([torch.nn.Parameter(torch.ones(1))])
     kappas = []
     for replicas in (1, 2, 16, 1):
         opt.set_replicas(replicas)
         kappas.append(opt.kappa(opt.param_groups[0]))
-    assert kappas == [1, 4, 32, 1]
+    assert kappas == [1, 2, 16, 1]
 
 
 def test_groups_with_their_own_replicas_and_discount():

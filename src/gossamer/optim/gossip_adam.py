@@ -11,7 +11,6 @@ from gossamer.errors import InputError
 from gossamer.optim._base import AdamBase, Group, Members, State, slot
 from gossamer.optim._update import Corrected, gossip_adam
 
-_DISCOUNT = 2.0  # with several replicas
 _MEMORY = 0.1  # the share of its memory that q must hold before it corrects anything
 
 
@@ -33,9 +32,8 @@ class GossipAdam(AdamBase):
 
     κ = `replicas` × `discount`. `decentralize` calls `set_replicas` with the number of replicas, which are workers,
     or nodes if gradients are averaged exactly inside a node; without `decentralize` there is 1 replica. Pass
-    `replicas` to fix the number instead. `discount` > 1 discounts the noise further than all-reduce does; with
-    all-reduce, and in a single process, that makes a different optimizer than Adam. By default it is 2 with several
-    replicas and 1 with a single one. Both can be set per group.
+    `replicas` to fix the number instead. `discount` > 1 discounts the noise further than all-reduce does, which makes
+    a different optimizer than Adam, under all-reduce and in a single process too. Both can be set per group.
 
     κ = 1 is `torch.optim.Adam`, by torch's own functions and bit by bit, and so is `betas[0] = 0`, which leaves no
     momentum to tell signal from noise by. `foreach` and `fused` choose the implementation as in torch while κ = 1,
@@ -63,7 +61,7 @@ class GossipAdam(AdamBase):
         weight_decay: float = 0.0,
         *,
         replicas: float | None = None,
-        discount: float | None = None,
+        discount: float = 1.0,
         foreach: bool | None = None,
         fused: bool | None = None,
         maximize: bool = False,
@@ -99,8 +97,6 @@ class GossipAdam(AdamBase):
     def kappa(self, group: Group) -> float:
         """κ of a parameter group: the number of gradients whose mean the group's second moment describes."""
         replicas = self._replicas if group["replicas"] is None else group["replicas"]
-        if group["discount"] is None:
-            return float(replicas * _DISCOUNT if replicas > 1 else 1.0)
         return float(replicas * group["discount"])
 
     def noise_to_signal(self) -> float | None:
@@ -149,7 +145,7 @@ class GossipAdam(AdamBase):
             )
         if group["replicas"] is not None:
             _check_replicas(group["replicas"])
-        if group["discount"] is not None and not _at_least_one(group["discount"]):
+        if not _at_least_one(group["discount"]):
             raise InputError(
                 f"discount is {group['discount']!r}, but it multiplies the number of replicas: pass a finite number "
                 "of at least 1."
@@ -210,7 +206,7 @@ class GossipAdamW(GossipAdam):
         weight_decay: float = 1e-2,
         *,
         replicas: float | None = None,
-        discount: float | None = None,
+        discount: float = 1.0,
         foreach: bool | None = None,
         fused: bool | None = None,
         maximize: bool = False,

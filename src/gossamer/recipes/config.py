@@ -56,8 +56,8 @@ class RunConfig(BaseModel):
     """AccumAdam's s: its moments are updated once every s steps."""
     betas_per: Literal["accumulation", "step"] = "step"
     """Apply AccumAdam's betas per accumulation (the paper), or keep their time constant in steps."""
-    discount: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """GossipAdam: further discount of the noise than by all-reduce. By default 2 with several replicas, else 1."""
+    discount: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    """GossipAdam: how much further than by all-reduce the noise is discounted; 1 is all-reduce's own second moment."""
     micro_batches: Count = 1
     """Batches whose gradients are averaged before each step."""
     clip: Annotated[float, Field(ge=0)] = 1.0
