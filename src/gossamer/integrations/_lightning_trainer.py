@@ -66,6 +66,7 @@ class GossipStrategy(DDPStrategy):
         self._fit = ExitStack()  # what ends with `fit`: gossip, and changes to objects of the Trainer
         self._validation = ExitStack()  # the averaged() block of a validation
         self._resumes_exactly = False  # the model was loaded from this worker's own file
+        self._random: dict[str, Any] | None = None  # random numbers to restore when training begins
 
     @property
     def gossip(self) -> Gossip:
@@ -125,6 +126,14 @@ class GossipStrategy(DDPStrategy):
         super().teardown()
 
     # -- training ---------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Continue with the random numbers of the checkpoint that was loaded, if there is one."""
+        super().on_train_start()
+        assert self.lightning_module is not None
+        if self._random is not None and _draws_again(self.lightning_module.trainer):
+            set_random_state(self._random)
+        self._random = None
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
@@ -217,7 +226,8 @@ class GossipStrategy(DDPStrategy):
                 self.gossip.load_state_dict(state["gossip"])
             else:  # another topology or algorithm: every worker keeps its parameters
                 self.gossip.reset()
-            set_random_state(state["random"])
+            self._random = state["random"]
+            set_random_state(self._random)
 
     def remove_checkpoint(self, filepath: files.AnyPath) -> None:
         """Remove the plain file and the workers' files."""
@@ -233,6 +243,18 @@ class GossipStrategy(DDPStrategy):
 
 def _tensors(model: LightningModule) -> Iterator[Tensor]:
     return chain(model.parameters(), model.buffers())
+
+
+def _draws_again(trainer: Trainer) -> bool:
+    """Whether the data loader has drawn a random number since the checkpoint was loaded that it does not count on.
+
+    A data loader draws one when its iterator is made, which the Trainer does before training begins. An uninterrupted
+    run does so after a checkpoint at the end of an epoch, but not in the middle of one. After a checkpoint of the
+    validation at the end of an epoch, the Trainer makes the iterator twice.
+    """
+    loop = trainer.fit_loop
+    ended = loop.epoch_loop.restarted_on_train_batch_end and loop.epoch_loop.batch_progress.is_last_batch
+    return bool(loop.restarted_mid_epoch and not ended)
 
 
 def _scale_clipping(plugin: Precision, factor: float) -> Callable[[], None]:
