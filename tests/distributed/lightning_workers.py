@@ -124,9 +124,11 @@ class Stateful(DataLoader):
 
     def __iter__(self):
         self.position, self.start = self.start, 0
-        for batch in itertools.islice(super().__iter__(), self.position, None):
-            self.position += 1
-            yield batch
+        return map(self.count, itertools.islice(super().__iter__(), self.position, None))
+
+    def count(self, batch):
+        self.position += 1
+        return batch
 
     def state_dict(self):
         return {"position": self.position}
