@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import logging
 import os
 import signal
 import warnings
-from contextlib import contextmanager
 
 import lightning as L
 import torch
@@ -137,7 +138,7 @@ class Stateful(DataLoader):
         self.start = state["position"]
 
 
-@contextmanager
+@contextlib.contextmanager
 def job():
     """Lightning makes the process group and leaves it to the end of the program."""
     try:
@@ -478,3 +479,24 @@ def fabric_pair(rank, folder):
         for gossip in handles:
             gossip.close()
     return {"distances": distances, "restored": torch.equal(own, vector(first)), "error": error, "rest": rest}
+
+
+# -- documentation -----------------------------------------------------------------------------------------------------
+
+
+def run_blocks(rank, blocks, folder):
+    """Execute the blocks one after another, as one program that torchrun started; return what it printed."""
+    torch.manual_seed(rank)
+    back, environ, printed = os.getcwd(), dict(os.environ), io.StringIO()
+    os.environ["TORCHELASTIC_RUN_ID"] = "docs"
+    os.chdir(folder)
+    try:
+        with job(), contextlib.redirect_stdout(printed):
+            names = {"__name__": "__main__"}
+            for block in blocks:
+                exec(compile(block, "block", "exec"), names)
+    finally:
+        os.chdir(back)
+        os.environ.clear()
+        os.environ.update(environ)
+    return printed.getvalue()

@@ -2,10 +2,18 @@
 
 import importlib
 import math
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+from gossamer import InputError
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "lightning.md"
 LIKE_DDP = {"topology": "complete", "algorithm": "atc"}
 
 
@@ -132,6 +140,14 @@ def test_every_worker_resumes_bit_by_bit(pools, tmp_path, save, at, loader):
         assert all(torch.equal(a["state"][k], b["state"][k]) for k in a["state"])
 
 
+def test_another_topology_continues_from_the_workers_own_parameters(pools, tmp_path):
+    first = pools(2, 2).run(call, "fit", {"topology": "ring"}, save={}, folder=str(tmp_path), max_epochs=1)
+    resumed = pools(2, 2).run(call, "fit", {"topology": "aer"}, resume=str(tmp_path / "epoch=0-step=4.ckpt"))
+    for a, b in zip(first, resumed, strict=True):
+        assert torch.equal(b["began"][0], a["stepped"][-1])
+        assert b["steps"] == 8
+
+
 def test_without_the_workers_files_every_worker_continues_from_the_mean(pools, tmp_path):
     save = {"every_n_epochs": 1, "save_top_k": -1}
     first = pools(2, 2).run(call, "fit", {}, save=save, folder=str(tmp_path), max_epochs=1)
@@ -209,6 +225,21 @@ def test_bad_input_is_one_sentence(pools, what, sentence):
         assert sentence in text
 
 
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (None, "needs lightning, which is not installed: pip install 'gossamer[lightning]'"),
+        ("2.4.1", "needs lightning 2.5 or newer and was tested with 2.6.6, but 2.4.1 is installed"),
+    ],
+)
+def test_a_missing_or_old_framework_is_one_sentence(monkeypatch, found, sentence):
+    monkeypatch.setitem(sys.modules, "lightning", None if found is None else ModuleType("lightning"))
+    monkeypatch.delitem(sys.modules, "gossamer.integrations.lightning", raising=False)
+    monkeypatch.setattr(metadata, "version", lambda name: found)
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        importlib.import_module("gossamer.integrations.lightning")
+
+
 def test_users_of_pytorch_lightning_are_told_what_to_import(pools):
     (text,) = pools(2, 2).run(call, "beside_pytorch_lightning")[0]
     assert "write `import lightning.pytorch as pl` instead of `import pytorch_lightning as pl`" in text
@@ -254,3 +285,17 @@ def test_fabric_trains_several_models(pools, tmp_path):
         assert seen["restored"]
         assert seen["rest"] == {}
         assert seen["error"].startswith("2 models were set up")
+
+
+# -- documentation ----------------------------------------------------------------------------------------------------
+
+
+def test_the_blocks_of_the_page_run_as_one_program(pools, tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)
+    assert len(blocks) == 4
+    printed = pools(2, 2).run(call, "run_blocks", blocks, str(tmp_path))
+    assert re.search(r"^4 workers: validation loss \d\.\d+$", printed[0], re.M), printed[0]
+    assert re.search(r"^loss \d\.\d+ of the last batch$", printed[0], re.M), printed[0]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"checkpoints", "fabric.ckpt", "fabric.ckpt.workers"} <= names
+    assert len(list((tmp_path / "checkpoints").glob("last.ckpt.workers/*/worker-0000?.ckpt"))) == 4

@@ -93,6 +93,7 @@ def remove(io: CheckpointIO, path: AnyPath) -> None:
 def _remove_others(io: CheckpointIO, path: AnyPath, name: str) -> None:
     """Remove the workers' files of earlier saves to `path`."""
     folder = folder_of(path)
-    for found in get_filesystem(folder).ls(folder, detail=False):
+    system = get_filesystem(folder)
+    for found in system.ls(folder, detail=False) if system.exists(folder) else ():  # a CheckpointIO may write later
         if os.path.basename(found) != name:
             io.remove_checkpoint(f"{folder}/{os.path.basename(found)}")

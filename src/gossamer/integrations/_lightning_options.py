@@ -25,7 +25,7 @@ def checked(strategy: str, settings: Mapping[str, Any]) -> dict[str, Any]:
             f"pytorch_lightning is imported, and its Trainer refuses strategies of the package lightning, such as "
             f"{strategy}; write `import lightning.pytorch as pl` instead of `import pytorch_lightning as pl`",
             GossamerWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
     known = [name for name in inspect.signature(gossamer.decentralize).parameters if name not in NOT_PASSED_ON]
     for name in settings:
