@@ -443,8 +443,24 @@ def _fabric_loop(rank, settings, *, steps=12, accumulate=1, clip=None, save=None
         made["final"] = vector(model)
         if settings != "ddp":
             used.strategy.gossip.close()
+        if save:
+            used.save(f"{save}.closed", {"model": model})
     made["warnings"] = [str(w.message) for w in caught if "synchronization" in str(w.message)]
     return made
+
+
+def fabric_inside(rank, folder):
+    """The error of a checkpoint inside an averaged() block."""
+    with job():
+        used = fabric(fabric_strategy_of({}))
+        model = small()
+        model, _ = used.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        with used.strategy.gossip as gossip, gossip.averaged():
+            try:
+                used.save(f"{folder}/inside.ckpt", {"model": model})
+            except gossamer.GossamerError as error:
+                return str(error)
+    return None
 
 
 def vector_of_gradients(model: nn.Module) -> torch.Tensor:

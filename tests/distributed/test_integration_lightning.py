@@ -169,8 +169,9 @@ def test_another_number_of_workers_continues_from_the_mean(pools, tmp_path):
 
 
 def test_a_checkpoint_inside_averaged_is_refused(pools, tmp_path):
-    for text in pools(2, 2).run(call, "save_inside", str(tmp_path)):
-        assert text.startswith("save_checkpoint() inside `with gossip.averaged()`")
+    texts = pools(2, 2).run(call, "save_inside", str(tmp_path)) + pools(2, 2).run(call, "fabric_inside", str(tmp_path))
+    for text in texts:
+        assert text.startswith("a checkpoint inside `with gossip.averaged()`")
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ def test_a_checkpoint_of_a_failing_worker_waits_for_nobody(pools, tmp_path):
         ("wrapped in Fabric", "FabricGossipStrategy averages parameters itself, but the model is wrapped twice: it is"),
         ("sync_batchnorm", "Trainer(sync_batchnorm=True) makes all workers wait for each other in every forward pass"),
         ("optimizer alone", "sets up a model and its optimizers together; call fabric.setup(model, optimizer) instead"),
-        ("model alone", "0 models were set up together with their optimizers"),
+        ("model alone", "0 models gossip, and `gossip` needs exactly one"),
     ],
 )
 def test_bad_input_is_one_sentence(pools, what, sentence):
@@ -277,6 +278,9 @@ def test_fabric_saves_the_mean_and_resumes_bit_by_bit(pools, tmp_path):
         assert a["losses"][6:] == b["losses"]
         assert torch.equal(a["final"], b["final"])
         assert b["rest"] == {}
+    closed = torch.load(f"{path}.closed", weights_only=True)  # a plain file: nothing gossips any more
+    assert closed.keys() == {"model"}
+    assert not (tmp_path / "half.ckpt.closed.workers").exists()
 
 
 def test_fabric_trains_several_models(pools, tmp_path):
@@ -284,7 +288,7 @@ def test_fabric_trains_several_models(pools, tmp_path):
         assert all(distance > 0 for distance in seen["distances"])
         assert seen["restored"]
         assert seen["rest"] == {}
-        assert seen["error"].startswith("2 models were set up")
+        assert seen["error"].startswith("2 models gossip")
 
 
 # -- documentation ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -63,8 +64,9 @@ class FabricGossipStrategy(DDPStrategy):
         """The handle of gossip of the model that was set up; `gossip_of(model)` if there are several."""
         if len(self._gossips) != 1:
             raise InputError(
-                f"{len(self._gossips)} models were set up together with their optimizers, and `gossip` is for exactly "
-                "one; call fabric.setup(model, optimizer) first, or gossip_of(model) for one of several"
+                f"{len(self._gossips)} models gossip, and `gossip` needs exactly "
+                "one; call fabric.setup(model, optimizer) before and close() after, or gossip_of(model) for one of "
+                "several"
             )
         return self._gossips[0]
 
@@ -97,7 +99,9 @@ class FabricGossipStrategy(DDPStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any
     ) -> tuple[Any, ...]:
         """Start gossip. Collective."""
-        self._gossips.append(gossamer.decentralize(self.setup_module(module), optimizers, **self._settings))
+        gossip = gossamer.decentralize(self.setup_module(module), optimizers, **self._settings)
+        self._gossips.append(gossip)
+        gossip.on_stop(partial(self._gossips.remove, gossip))
         return module, optimizers, *scheduler
 
     def clip_gradients_norm(
@@ -138,6 +142,8 @@ class FabricGossipStrategy(DDPStrategy):
         if not gossips:
             super().save_checkpoint(path, state, storage_options, filter)
             return
+        for gossip in gossips.values():
+            files.refuse_in_average(gossip)
         handles = {key: snapshot(gossip.state_dict()) for key, gossip in gossips.items()}
         own = self._convert_stateful_objects_in_state(state, filter or {})
         own[files.KEY] = {"gossip": handles, "random": random_state()}

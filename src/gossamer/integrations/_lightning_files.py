@@ -41,6 +41,15 @@ def copies(state: State) -> State:
     return state
 
 
+def refuse_in_average(gossip: GossipHandle) -> None:
+    """Raise GossamerError inside an averaged() block, where the workers' own parameters are out of reach."""
+    if gossip.in_meeting:
+        raise GossamerError(
+            "a checkpoint inside `with gossip.averaged()` cannot hold the workers' own parameters; leave the block "
+            "first: the checkpoint holds the mean anyway"
+        )
+
+
 def save(io: CheckpointIO, gossip: GossipHandle, path: AnyPath, plain: State, own: State, options: Any) -> None:
     """Write `own` of every worker, and then worker 0's `plain`. Collective."""
     name = gossip.share(secrets.token_hex(4))[0]

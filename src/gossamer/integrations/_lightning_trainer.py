@@ -188,18 +188,17 @@ class GossipStrategy(DDPStrategy):
         """This worker's own values of what `saved` has; hooks of the user may have removed or added entries."""
         assert self.lightning_module is not None
         own = files.copies(self.lightning_module.state_dict())
-        return {name: own.get(name, value) for name, value in saved.items()}
+        for name in own.keys() - saved.keys():
+            del own[name]
+        own.update((name, value) for name, value in saved.items() if name not in own)
+        return own
 
     @contextmanager
     def _own_parameters(self, gossip: Gossip) -> Iterator[None]:
         """Leave the averaged() block of a validation, if there is one, for the duration of this block. Collective."""
         validating = gossip.in_meeting
         self._validation.close()
-        if gossip.in_meeting:
-            raise GossamerError(
-                "save_checkpoint() inside `with gossip.averaged()` cannot save the workers' own parameters; leave the "
-                "block first: the checkpoint holds the mean anyway"
-            )
+        files.refuse_in_average(gossip)  # a block of the user's
         yield
         if validating:
             self._validation.enter_context(gossip.averaged())
