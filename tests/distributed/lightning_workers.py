@@ -485,6 +485,7 @@ def fabric_pair(rank, folder):
         used.save(f"{folder}/pair.ckpt", {"first": first, "second": second})
         own = vector(first)
         rest = used.load(f"{folder}/pair.ckpt", {"first": first, "second": second})
+        restored = torch.equal(own, vector(first))
         handles = [used.strategy.gossip_of(model) for model, _ in pairs]
         distances = [gossip.consensus_distance() for gossip in handles]
         try:
@@ -494,7 +495,7 @@ def fabric_pair(rank, folder):
             error = str(refused)
         for gossip in handles:
             gossip.close()
-    return {"distances": distances, "restored": torch.equal(own, vector(first)), "error": error, "rest": rest}
+    return {"distances": distances, "restored": restored, "error": error, "rest": rest}
 
 
 # -- documentation -----------------------------------------------------------------------------------------------------
