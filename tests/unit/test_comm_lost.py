@@ -26,7 +26,7 @@ def test_a_worker_that_failed_is_not_waited_for():
     fails.fail()
     fails.close()
     assert waits.lost() == 1
-    with pytest.raises(ConnectionError, match="worker 1 failed before it connected"):
+    with pytest.raises(ConnectionError, match="it did not connect; worker 1 has failed"):
         waits.edge(1).group  # noqa: B018
     waits.close()
 

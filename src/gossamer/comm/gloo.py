@@ -125,13 +125,13 @@ class Edge:
         for word in ("here", "seen"):  # a peer that left while it waited announces only the first
             self._store.set(f"{word}/{self.me}", "")
             while not self._store.check([f"{word}/{self.peer}"]):
-                if self._job.check([FAILED]):
-                    raise ConnectionError(f"worker {int(self._job.get(FAILED))} failed before it connected")
-                if self._left.wait(POLL):
+                failed = self._job.check([FAILED])  # a worker has: the job is over, and the peer may never come
+                if self._left.wait(POLL) or failed:
                     deadline.shorten(0.0 if word == "here" else CONNECT / 10)
                     time.sleep(POLL)
                 if deadline.expired:
-                    raise ConnectionError("it did not connect")
+                    why = f"; worker {int(self._job.get(FAILED))} has failed" if failed else ""
+                    raise ConnectionError(f"it did not connect{why}")
 
     def _watch(self) -> None:
         """Wait for the connection to fail. See Note [Why every edge has a sentinel]."""
@@ -202,9 +202,9 @@ class GlooTransport(Transport):
         return None
 
     def fail(self) -> None:
+        self.first_lost(self.rank)
         with suppress(Exception):  # the store may be gone
             self._edge_store.compare_set(FAILED, "", str(self.rank))
-        self.first_lost(self.rank)
 
     def cut(self) -> None:
         """End all exchanges under way, and begin no connection."""
