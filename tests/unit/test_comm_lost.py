@@ -20,6 +20,17 @@ def test_all_workers_name_the_worker_that_was_lost_first():
     assert far.first_lost(3) == 3  # without a store, what it knows itself
 
 
+def test_a_worker_that_failed_is_not_waited_for():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    waits, fails = (GlooTransport(PrefixStore("job", store), WorkerGroup(r, (0, 1), None), 600.0) for r in (0, 1))
+    fails.fail()
+    fails.close()
+    assert waits.lost() == 1
+    with pytest.raises(ConnectionError, match="it did not connect; worker 1 has failed"):
+        waits.edge(1).group  # noqa: B018
+    waits.close()
+
+
 def test_a_directory_listens_on_the_given_address_only():
     hosted = HostedDirectory(address="127.0.0.1")
     with socket.create_connection(("127.0.0.1", hosted.port), timeout=5):

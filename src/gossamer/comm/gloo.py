@@ -37,6 +37,7 @@ NEVER, SENTINEL = 2**31 - 1, 2**31 - 2  # tags that no exchange has
 FOREVER = timedelta(days=3650)
 POLL = 0.005  # seconds between checks for a peer that connects for the first time
 CONNECT = 10.0  # seconds that connecting may take once both sides have announced it
+FAILED = "failed"  # the key that names the first worker that said so itself
 GRACE = 2.0  # seconds that watching threads have to end when their connections were cut
 
 
@@ -94,6 +95,7 @@ class Edge:
         low, high = sorted((me, peer))
         self.me, self.peer, self.other = me, peer, 0 if me == high else 1
         self._store = PollingStore(f"edge/{low}-{high}", store, timeout)
+        self._job = store
         self._timeout = timeout
         self._left, self._lost = left, lost  # `left` is set when this worker no longer takes part
         self._lock = threading.Lock()
@@ -123,11 +125,13 @@ class Edge:
         for word in ("here", "seen"):  # a peer that left while it waited announces only the first
             self._store.set(f"{word}/{self.me}", "")
             while not self._store.check([f"{word}/{self.peer}"]):
-                if self._left.wait(POLL):
+                failed = self._job.check([FAILED])  # a worker has: the job is over, and the peer may never come
+                if self._left.wait(POLL) or failed:
                     deadline.shorten(0.0 if word == "here" else CONNECT / 10)
                     time.sleep(POLL)
                 if deadline.expired:
-                    raise ConnectionError("it did not connect")
+                    why = f"; worker {int(self._job.get(FAILED))} has failed" if failed else ""
+                    raise ConnectionError(f"it did not connect{why}")
 
     def _watch(self) -> None:
         """Wait for the connection to fail. See Note [Why every edge has a sentinel]."""
@@ -196,6 +200,11 @@ class GlooTransport(Transport):
             if self._edge_store.check(["lost"]):
                 return int(self._edge_store.get("lost"))
         return None
+
+    def fail(self) -> None:
+        self.first_lost(self.rank)
+        with suppress(Exception):  # the store may be gone
+            self._edge_store.compare_set(FAILED, "", str(self.rank))
 
     def cut(self) -> None:
         """End all exchanges under way, and begin no connection."""

@@ -138,6 +138,9 @@ class Transport(ABC):
         """The worker that the job lost first, None as long as no worker has noticed a loss."""
         return None
 
+    def fail(self) -> None:  # noqa: B027 - most have nobody to tell
+        """Tell the other workers that this one has failed and does not come: they stop waiting for it."""
+
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Release sockets and threads."""
 

@@ -249,7 +249,9 @@ class Gossip:
     ) -> None:
         if kind is None:
             self.close()
-        else:  # this worker has failed: do not wait for the others
+        else:  # this worker has failed: do not wait for the others, nor let them wait
+            if self._open:
+                self.transport.fail()
             self._stop(drain=0.0)
 
     # -- progress ---------------------------------------------------------------------------------------------

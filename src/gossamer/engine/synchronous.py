@@ -202,6 +202,8 @@ class SyncLane(Lane):
             self.sketcher.load_state_dict(state["sketch"])
         if "arrived" not in state or self.alone:
             return
+        for flat in self.flats:
+            flat.pack()  # what arrived is mixed with the loaded values
         self.jobs = []
         for b, out, weight, sent in state["arrived"]:
             mixed = None
