@@ -4,10 +4,10 @@
         --record benchmarks/records/quality-batch
     python benchmarks/quality_scaling.py weak --record benchmarks/records/quality-weak-scaling
 
-`batch`: a language model with the same batch of all workers together, divided among 4, 8, 16 and 32 workers on nodes of
-4, at one learning rate. `weak`: images with the same batch per worker and the same number of gradients in all, on 4 to 64
-workers, as in the tables of A2CiD2 (Nabli et al., NeurIPS 2023); times are simulated for A40 nodes of 4. Runs are files in
---runs; a study that was stopped goes on where it was.
+`batch`: a language model with the same batch of all workers together, divided among 4, 8, 16 and 32 workers on nodes
+of 4, at one learning rate. `weak`: images with the same batch per worker and the same number of gradients in all, on 4
+to 64 workers, as in the tables of A2CiD2 (Nabli et al., NeurIPS 2023); times are simulated for A40 nodes of 4. Runs are
+files in --runs; a study that was stopped goes on where it was.
 """
 
 from __future__ import annotations

@@ -2,15 +2,20 @@
 
     python benchmarks/time_to_loss.py --out benchmarks/records/time-to-loss
 
-Real gradients and data, links and compute time of an emulated cluster. Every method trains at its own best learning
-rate of a short search without sleeps and links (which do not change what is learnt by synchronous methods, only when).
-The target is the loss that every method reaches: the highest of their final smoothed losses.
+Real gradients and data, links and compute time of an emulated cluster. All methods train at the best learning rate of
+the first one, which is all-reduce's, from a short search without sleeps and links (which do not change what synchronous
+methods learn, only when). The target is the first method's final loss, seed by seed. `NAME inside` averages gradients
+exactly inside nodes.
 """
 
+from __future__ import annotations
+
 import argparse
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gossamer.lab import CpuMeter, LabCluster
 from gossamer.lab.bench.setup import Setup
@@ -18,6 +23,24 @@ from gossamer.lab.bench.time_to_loss import LearningRun, curve, learn, time_to
 from gossamer.predict.methods import Method, parse_list
 from gossamer.report.plots import draw_loss
 from gossamer.report.record import environment, write_record
+from quality_tables import figure_of
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A method, how it averages gradients, and its bucket size."""
+
+    name: str
+    method: Method
+    gradients: Literal["worker", "node"]
+    bucket_mb: float | None
+
+    @classmethod
+    def of(cls, text: str, ddp_bucket_mb: float, bucket_mb: float | None) -> Contestant:
+        method, _, inside = text.strip().partition(" ")
+        (parsed,) = parse_list(method)
+        size = ddp_bucket_mb if parsed.algorithm == "ddp" else bucket_mb
+        return cls(text.strip(), parsed, "node" if inside == "inside" else "worker", size)
 
 
 def best_rate(method: Method, setup: Setup, args: argparse.Namespace) -> tuple[float, list[dict[str, Any]]]:
@@ -26,7 +49,7 @@ def best_rate(method: Method, setup: Setup, args: argparse.Namespace) -> tuple[f
     tried = []
     with LabCluster(per_node=setup.per_node, network="loopback") as cluster, cluster.pool(timeout=600) as pool:
         for lr in args.lr:
-            told = pool.run(learn, LearningRun(method, lr, still, args.width, args.batch, args.seed))
+            told = pool.run(learn, LearningRun(method, lr, still, args.width, args.batch, args.seeds[0]))
             tried.append({"lr": lr, "final_loss": told[0]["final"]})
             print(f"{method}: lr {lr:g}: loss {told[0]['final']:.4f}", flush=True)
     return min(tried, key=lambda t: t["final_loss"])["lr"], tried
@@ -34,7 +57,7 @@ def best_rate(method: Method, setup: Setup, args: argparse.Namespace) -> tuple[f
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="ddp,accumadam:aer")
+    parser.add_argument("--methods", default="ddp,gossipadam:aer,gossipadam:exp:bf16 inside")
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--per-node", type=int, default=2)
     parser.add_argument("--link", default="10mbit")
@@ -45,56 +68,79 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--lr", type=float, nargs="+", default=[0.001, 0.002, 0.004, 0.008, 0.016])
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument(
-        "--bucket-mb", type=float, default=0.2, help="for all methods; a layer of the task has 0.25 MiB"
-    )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ddp-bucket-mb", type=float, default=0.2, help="a layer of the task has 0.25 MiB")
+    parser.add_argument("--bucket-mb", type=float, help="of gossip (default: chosen by Gossamer)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--network", default="namespaces")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     machine = environment()
     link = None if args.network == "loopback" else args.link
     setup = Setup((args.per_node,) * args.nodes, link, compute=args.compute, jitter=args.jitter, network=args.network)
-    table = setup.table(args.steps, args.seed)
-    columns = tuple(tuple(map(float, column)) for column in table.T)
-    methods = parse_list(args.methods)
-    rates = {m: best_rate(m, setup, args) for m in methods}
-    results, curves = [], {}
+    contestants = [Contestant.of(text, args.ddp_bucket_mb, args.bucket_mb) for text in args.methods.split(",")]
+    lr, search = best_rate(contestants[0].method, setup, args)
+    results: list[dict[str, Any]] = []
     with setup.cluster() as cluster, cluster.pool(timeout=7200) as pool:
-        for method in methods:
-            lesson = LearningRun(method, rates[method][0], columns, args.width, args.batch, args.seed, args.bucket_mb)
-            with CpuMeter() as cpu:
-                told = pool.run(learn, lesson)
-            curves[str(method)] = curve(told)
-            results.append(
-                {
-                    "method": str(method),
-                    "lr": rates[method][0],
-                    "search": rates[method][1],
-                    "final_loss": told[0]["final"],
-                    "seconds": curves[str(method)][-1][0],
-                    "cpu_use": cpu.use,
-                    "valid": not cpu.saturated,
-                    "curve": curves[str(method)],
-                }
-            )
-            print(f"{method}: {results[-1]['seconds']:.1f} s, loss {told[0]['final']:.4f}", flush=True)
-    target = max(points[-1][1] for points in curves.values())
-    lines = ["| method | lr | steps | seconds | final loss of the mean model | seconds to the target | CPU |"]
-    lines += ["|---|---|---|---|---|---|---|"]
-    for r in results:
-        r["seconds_to_target"] = time_to(r["curve"], target)
-        lines.append(
-            f"| {r['method']} | {r['lr']:g} | {args.steps} | {r['seconds']:.1f} | {r['final_loss']:.4f} | "
-            f"{r['seconds_to_target']:.1f} | {100 * (r['cpu_use'] or 0):.0f} %{'' if r['valid'] else ' INVALID'} |"
-        )
-    summary = "\n".join(
-        [*lines, "", f"Target: {target:.4f}, the highest of the final smoothed losses.", "", "![](loss.svg)"]
-    )
-    data = {"results": results, "target": target, "cluster": {**cluster.describe(), **setup.describe()}}
+        for seed in args.seeds:
+            columns = tuple(tuple(map(float, column)) for column in setup.table(args.steps, seed).T)
+            for one in contestants:
+                lesson = LearningRun(
+                    one.method, lr, columns, args.width, args.batch, seed, one.bucket_mb, gradients=one.gradients
+                )
+                with CpuMeter() as cpu:
+                    told = pool.run(learn, lesson)
+                points = curve(told)
+                results.append(
+                    {
+                        "method": one.name,
+                        "seed": seed,
+                        "final_loss": told[0]["final"],
+                        "seconds": points[-1][0],
+                        "cpu_use": cpu.use,
+                        "valid": not cpu.saturated,
+                        "curve": points,
+                    }
+                )
+                print(f"{one.name}, seed {seed}: {points[-1][0]:.1f} s, loss {told[0]['final']:.4f}", flush=True)
+    summary = table(results, contestants, lr, args.steps)
+    data = {"lr": lr, "search": search, "results": results, "cluster": {**cluster.describe(), **setup.describe()}}
     write_record(args.out, data=data, summary=summary, environment=machine)
-    draw_loss(curves, args.out / "loss.svg", target=target)
+    first = {r["method"]: r["curve"] for r in results if r["seed"] == args.seeds[0]}
+    draw_loss(first, args.out / "loss.svg", target=first[contestants[0].name][-1][1])
     print(summary)
+
+
+def table(results: list[dict[str, Any]], contestants: list[Contestant], lr: float, steps: int) -> str:
+    """One row per method; adds to every result the seconds to the target of its seed."""
+    base = contestants[0].name
+    target = {r["seed"]: r["curve"][-1][1] for r in results if r["method"] == base}
+    for r in results:
+        r["seconds_to_target"] = time_to(r["curve"], target[r["seed"]])
+    lines = [
+        f"{steps} steps at learning rate {lr:g}. The target of a seed is the final smoothed training loss of {base}: "
+        + ", ".join(f"{loss:.4f} (seed {seed})" for seed, loss in target.items())
+        + ". A method that does not reach it within its steps has no time.",
+        "",
+        f"| method | ms per step | final loss of the mean model | seconds to the target | times {base}'s speed, to the "
+        "target | steps | CPU |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    whole = {r["seed"]: r for r in results if r["method"] == base}
+    for one in contestants:
+        mine = [r for r in results if r["method"] == one.name]
+        reached = [r for r in mine if r["seconds_to_target"] is not None]
+        ratio = [whole[r["seed"]]["seconds_to_target"] / r["seconds_to_target"] for r in reached]
+        took = f"{statistics.mean(r['seconds_to_target'] for r in reached):.1f}" if reached else "-"
+        took += "" if len(reached) == len(mine) else f" ({len(reached)} of {len(mine)} seeds)"
+        speed = statistics.mean(whole[r["seed"]]["seconds"] / r["seconds"] for r in mine)
+        invalid = sum(not r["valid"] for r in mine)
+        lines.append(
+            f"| {one.name} | {1000 * statistics.mean(r['seconds'] for r in mine) / steps:.0f} | "
+            f"{figure_of([r['final_loss'] for r in mine], 4)} | {took} | {figure_of(ratio, 2) if ratio else '-'} | "
+            f"{speed:.2f} times as fast | {100 * max(r['cpu_use'] or 0 for r in mine):.0f} %"
+            f"{f', {invalid} INVALID' if invalid else ''} |"
+        )
+    return "\n".join([*lines, "", "![](loss.svg)"])
 
 
 if __name__ == "__main__":

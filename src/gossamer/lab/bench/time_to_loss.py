@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ class LearningRun:
     seed: int = 0
     bucket_mb: float | None = None
     timeout: float = 120.0
+    gradients: Literal["worker", "node"] = "worker"
 
 
 class _Pause(torch.autograd.Function):
@@ -110,6 +111,7 @@ def learn(rank: int, run: LearningRun) -> dict[str, Any]:
             algorithm=gossamer.algorithm(run.method.algorithm),
             wire=run.method.wire,
             exchange=gossamer.Exchange(bucket_mib=run.bucket_mb),
+            gradients=run.gradients,
             timeout=run.timeout,
         )
     seconds = run.seconds_of[rank]
