@@ -1,6 +1,6 @@
 """Moving bytes between workers: exchanges, wire formats, transports. The only importer of torch.distributed."""
 
-from gossamer.comm.deadline import Deadline, PeerWait
+from gossamer.comm.deadline import WARN_AFTER, Deadline, PeerWait
 from gossamer.comm.exchange import (
     Batch,
     Combine,
@@ -21,7 +21,9 @@ from gossamer.comm.process_groups import (
     PrefixStore,
     ProcessGroup,
     Store,
+    StoreError,
     WorkerGroup,
+    averaged_devices,
     ddp_inside,
     ddp_process_group,
     default_store,
@@ -44,6 +46,7 @@ from gossamer.comm.transport import Channel, ChannelId, Job, PeerError, Purpose,
 from gossamer.comm.wire import Plain, Wire, wire_named
 
 __all__ = [
+    "WARN_AFTER",
     "Batch",
     "Channel",
     "ChannelId",
@@ -68,10 +71,12 @@ __all__ = [
     "Scratch",
     "Stamp",
     "Store",
+    "StoreError",
     "Transport",
     "Wire",
     "WorkerGroup",
     "arrived",
+    "averaged_devices",
     "clock",
     "correction",
     "ddp_inside",

@@ -35,6 +35,8 @@ class NodeGradients:
     The first step compares them inside the node: a call of the bare module instead of DDP would leave them different.
     """
 
+    remedy = "call the DDP module instead of the module inside it, and change gradients in the same way on every worker"
+
     def __init__(
         self,
         named: Mapping[str, nn.Parameter],
@@ -55,8 +57,7 @@ class NodeGradients:
         if max(norms) - min(norms) > SAME * max(norms):
             raise GossamerError(
                 "the gradients of this node's workers differ, although they are averaged inside the node: their norms "
-                f"are {', '.join(f'{n:.6g}' for n in norms)}; call the DDP module instead of the module inside it, and "
-                "change gradients in the same way on every worker"
+                f"are {', '.join(f'{n:.6g}' for n in norms)}; {self.remedy}"
             )
 
     def _norm(self) -> torch.Tensor:
@@ -75,9 +76,15 @@ class NodeGradients:
 class PrivateDDP(NodeGradients):
     """The gradients of one optimizer, averaged by a DDP object of its own. See Note [When DDP is armed]."""
 
+    remedy = (
+        "compute gradients by backward() instead of writing them, change them in the same way on every worker, or use "
+        "gradients='worker'"
+    )
+
     def __init__(self, model: nn.Module, named: Mapping[str, nn.Parameter], group: ProcessGroup, *, broadcast: bool):
         super().__init__(named, group, self._paused)
         self._ddp: DistributedDataParallel | None = private_ddp(model, list(named.values()), group, broadcast=broadcast)
+        self.passes = 0  # backward passes that were begun
         self._missing: set[str] = set()  # parameters whose gradient the reducer waits for; empty: it is not armed
         self._skip = False  # inside no_sync()
         self._local: set[str] = set()  # parameters with a gradient of this worker alone, from no_sync()
@@ -103,6 +110,7 @@ class PrivateDDP(NodeGradients):
 
     def _arm(self) -> None:
         assert self._ddp is not None
+        self.passes += 1
         with torch.enable_grad():  # the state in which DDP expects gradients
             self._ddp._pre_forward()  # type: ignore[no-untyped-call]
             self._ddp._post_forward(None)  # type: ignore[no-untyped-call]
