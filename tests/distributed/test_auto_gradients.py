@@ -151,6 +151,35 @@ def test_a_state_of_other_replicas_is_refused(pools):
         assert "saved with 4 replicas of the model and this run has 2, because gradients='node' here" in said
 
 
+def resumed(rank, folder):
+    """Train with a replica per worker, save, and continue with a replica per node."""
+    with process_group():
+        model = seeded(rank, mlp)
+        with gossamer.decentralize(model, sgd(model), gradients="worker", timeout=TIMEOUT) as gossip:
+            optimizer = gossip.lanes[0].optimizer
+            loss_of(model, rank, 0).backward()
+            optimizer.step()
+            checkpoints = gossamer.Checkpoints(folder)
+            checkpoints.save(gossip, model, optimizer)
+            checkpoints.wait()
+            own = vector(model)
+        again = seeded(rank, mlp)
+        optimizer = sgd(again)
+        with gossamer.decentralize(again, optimizer, timeout=TIMEOUT) as gossip:
+            loaded = gossamer.Checkpoints(folder).load(gossip, again, optimizer)
+            return own, vector(again), loaded.resized, gossip.gradients
+
+
+def test_a_checkpoint_of_workers_becomes_one_of_nodes(pools, tmp_path):
+    owns, nodes, resized, gradients = zip(*pools(2, 2).run(resumed, tmp_path), strict=True)
+    assert set(resized) == {True}
+    assert set(gradients) == {"node"}
+    assert not torch.equal(owns[0], owns[1])
+    for node, first in enumerate((0, 2)):
+        assert torch.equal(nodes[first], nodes[first + 1]), f"the workers of node {node} hold one replica"
+        torch.testing.assert_close(nodes[first], (owns[first] + owns[first + 1]) / 2)
+
+
 # -- what the default asks of users ----------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 
-from gossamer.comm import WARN_AFTER, PrefixStore, Store, StoreError, clock
+from gossamer.comm import WARN_AFTER, PrefixStore, Store, clock
 from gossamer.engine.node_gradients import PrivateDDP
 from gossamer.errors import GossamerError, GossamerWarning
 
@@ -114,6 +114,6 @@ def _watch(progress: weakref.ref[NodeProgress], closed: threading.Event) -> None
             return
         try:
             watched.look()
-        except StoreError:  # the store is gone, and the job with it
+        except RuntimeError:  # the store is gone, and the job with it
             return
         del watched
