@@ -6,6 +6,7 @@ import networkx as nx
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import QUICK_NAMES, batch, error_of, loss_of, mlp, process_group, real, seeded, vector
 
@@ -207,9 +208,14 @@ def written_gradients(rank, model, optimizer):
     optimizer.step()
 
 
+def sparse_gradient(rank, model, optimizer):
+    nn.functional.embedding(torch.tensor([0, 1]), model[2].weight, sparse=True).sum().backward()
+
+
 @pytest.mark.parametrize(
     ("step", "says"),
     [
+        (sparse_gradient, "parameter '2.weight' got a sparse gradient"),
         (unused_parameter, "parameters '2.bias', '2.weight' got no gradient in the backward pass"),
         (written_gradients, "the gradients of this node's workers differ"),
     ],
@@ -262,6 +268,28 @@ def test_uneven_data_inside_a_node_is_an_error():
     said = str(failed.value)
     assert "worker 0 is in close() after 3 backward passes, and worker 1 of the same node waits for it in" in said
     assert "give each of them the same number of batches, or use gradients='worker'" in said
+
+
+def uneven_nodes(rank):
+    """The workers of a node have equally many batches, those of the other node have more."""
+    with process_group():
+        model = seeded(0, mlp)
+        optimizer = sgd(model)
+        with gossamer.decentralize(model, optimizer, timeout=TIMEOUT) as gossip:
+            for step in range(3 if rank < 2 else 6):
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            own = vector(model)
+            with gossip.averaged():
+                return own, vector(model), gossip.steps
+
+
+def test_nodes_may_have_different_numbers_of_batches(pools):
+    owns, means, steps = zip(*pools(2, 2).run(uneven_nodes), strict=True)
+    assert steps == ([3], [3], [6], [6])
+    assert torch.equal(owns[2], owns[3])  # the last to step
+    assert all(torch.equal(mean, means[0]) for mean in means)
 
 
 def waiting(rank):

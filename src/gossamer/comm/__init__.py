@@ -36,6 +36,7 @@ from gossamer.comm.process_groups import (
     rank_and_size,
     sharded_ranks,
     share_texts,
+    sparse_embeddings,
     subgroup_of,
     worker_group,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "room_for",
     "sharded_ranks",
     "share_texts",
+    "sparse_embeddings",
     "subgroup_of",
     "wire_named",
     "worker_group",

@@ -156,12 +156,17 @@ def private_ddp(
     `broadcast` starts from the parameters of the group's first worker. Collective among the workers of `group`.
     """
     chosen = set(parameters)
-    embeddings = (m for m in model.modules() if isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag) and m.sparse)
-    sparse = {m.weight: m for m in embeddings if m.weight in chosen}  # DDP recognizes sparse gradients by the module
+    sparse = {m.weight: m for m in sparse_embeddings(model) if m.weight in chosen}
     holder = torch.nn.Module()  # has no buffers, so DDP broadcasts none
     holder.dense = torch.nn.ParameterList([p for p in parameters if p not in sparse])
     holder.sparse = torch.nn.ModuleList(sparse.values())
     return torch.nn.parallel.DistributedDataParallel(holder, process_group=group, init_sync=broadcast)
+
+
+def sparse_embeddings(model: torch.nn.Module) -> list[torch.nn.Embedding | torch.nn.EmbeddingBag]:
+    """The modules by which DDP recognizes parameters with sparse gradients."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return [m for m in model.modules() if isinstance(m, kinds) and m.sparse]
 
 
 def averaged_devices() -> set[str]:

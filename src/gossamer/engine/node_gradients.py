@@ -16,13 +16,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gossamer.comm import ProcessGroup, gathered, private_ddp
+from gossamer.comm import ProcessGroup, gathered, private_ddp, sparse_embeddings
 from gossamer.engine.prepared import Prepared
 from gossamer.errors import GossamerError
 
@@ -84,6 +83,8 @@ class PrivateDDP(NodeGradients):
     def __init__(self, model: nn.Module, named: Mapping[str, nn.Parameter], group: ProcessGroup, *, broadcast: bool):
         super().__init__(named, group, self._paused)
         self._ddp: DistributedDataParallel | None = private_ddp(model, list(named.values()), group, broadcast=broadcast)
+        sparse = {m.weight for m in sparse_embeddings(model)}
+        self._sparse = {name for name, p in named.items() if p in sparse}  # parameters whose gradients may be sparse
         self.passes = 0  # backward passes that were begun
         self._missing: set[str] = set()  # parameters whose gradient the reducer waits for; empty: it is not armed
         self._skip = False  # inside no_sync()
@@ -91,8 +92,13 @@ class PrivateDDP(NodeGradients):
         self._nodes = {name: torch.autograd.graph.get_gradient_edge(p).node for name, p in named.items()}
         self._hooks = [node.register_prehook(partial(self._arrives, name)) for name, node in self._nodes.items()]
 
-    def _arrives(self, name: str, *_: Any) -> None:
+    def _arrives(self, name: str, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """The gradient of a parameter is about to be accumulated."""
+        if name not in self._sparse and any(g is not None and g.is_sparse for g in gradients):
+            raise GossamerError(
+                f"parameter {name!r} got a sparse gradient, which gradients='node' averages only for the weight of an "
+                "nn.Embedding or nn.EmbeddingBag with sparse=True; compute a dense one, or use gradients='worker'"
+            )
         if self._skip:
             self._local.add(name)
             return
