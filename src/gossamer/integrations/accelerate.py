@@ -195,7 +195,7 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
         """Do nothing but to override `even_batches`: workers with different numbers of batches do not hang. Local.
 
-        The workers of a node whose gradients are averaged need equal numbers; with `gradients="worker"` nobody does.
+        Workers whose gradients are averaged inside their node need equal numbers; with `gradients="worker"` none does.
         """
         samplers = [s for s in (getattr(x, "batch_sampler", None) for x in self._dataloaders) if s is not None]
         changed = [s for s in samplers if even_batches is not None and hasattr(s, "even_batches")]
