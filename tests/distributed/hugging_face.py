@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 @contextmanager
 def fresh_accelerate() -> Iterator[None]:
-    """Accelerate keeps its state in the process: forget it at the end, with the process group."""
+    """Accelerate keeps its state in the process: forget what other tests left, and at the end the process group too."""
     from accelerate.state import AcceleratorState, GradientState
 
+    AcceleratorState._reset_state(reset_partial_state=True)
     try:
         yield
     finally:

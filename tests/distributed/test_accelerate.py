@@ -92,7 +92,9 @@ def test_equals_accelerates_own_ddp(pools, kwargs):
 
 
 def test_the_loss_falls(pools):
-    results = pools(2, 2).run(run, {"topology": "aer"}, epochs=15, optimizer="gossip-adamw", lr=0.2)
+    results = pools(2, 2).run(
+        run, {"topology": "aer", "gradients": "worker"}, epochs=15, optimizer="gossip-adamw", lr=0.2
+    )
     losses = torch.tensor([losses for losses, *_ in results]).mean(0)
     assert losses[-4:].mean() < 0.3 * losses[:4].mean()
     assert not torch.equal(results[0][1], results[1][1]), "workers hold parameters of their own"
@@ -108,7 +110,7 @@ def clipped(rank, gradients):
         return float(norm), float(left)
 
 
-@pytest.mark.parametrize(("gradients", "replicas"), [("worker", 4), ("node", 2)])
+@pytest.mark.parametrize(("gradients", "replicas"), [("worker", 4), ("node", 2), ("auto", 2)])
 def test_clips_at_the_threshold_of_all_reduce(pools, gradients, replicas):
     for norm, left in pools(2, 2).run(clipped, gradients):
         assert norm > 10

@@ -412,7 +412,7 @@ def uneven_lengths(rank, decentralize, lengths, algorithm="awc", every=1, averag
     optimizer = sgd(model)
     seen = []
     options = {"topology": topology, "algorithm": algorithm, "every": every, "average_every": average_every}
-    with decentralize(model, optimizer, **options) as gossip:
+    with decentralize(model, optimizer, gradients="worker", **options) as gossip:
         for epoch in range(2):
             for step in range(lengths[(rank + epoch) % len(lengths)]):
                 loss_of(model, rank, step + 100 * epoch).backward()

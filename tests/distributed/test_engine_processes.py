@@ -78,7 +78,7 @@ def on_processes(rank, cases):
         for case in cases:
             model, optimizer = worker(rank)
             seen = []
-            with decentralize(model, optimizer, **case) as gossip:
+            with decentralize(model, optimizer, gradients="worker", **case) as gossip:
                 for _ in trained(model, optimizer, rank):
                     seen.append(vector(model))
                 with gossip.averaged():

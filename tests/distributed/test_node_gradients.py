@@ -262,7 +262,7 @@ def choices(rank):
 def test_the_handle_says_what_was_chosen(pools):
     alone, nodes = ((0,), (1,), (2,), (3,)), ((0, 1), (2, 3))
     for chosen in pools(2, 2).run(choices):
-        assert chosen == {"auto": ("worker", 4, alone), "worker": ("worker", 4, alone), "node": ("node", 2, nodes)}
+        assert chosen == {"auto": ("node", 2, nodes), "worker": ("worker", 4, alone), "node": ("node", 2, nodes)}
 
 
 def test_one_worker_per_node_is_plain_gossip(pools):

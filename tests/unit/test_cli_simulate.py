@@ -149,6 +149,7 @@ def test_advise(run, tmp_path):
     chosen = slow["recommendation"]
     assert chosen["saving"] > 0.3
     assert chosen["line"].startswith("gossip = gossamer.decentralize(model, optimizer, topology=")
+    assert chosen["line"].endswith(', gradients="worker")')  # all workers gossip, as in the prediction
     rows = {(r["method"], r["algorithm"]): r for r in slow["table"]}
     assert len(rows) == len(slow["table"]) == 2 + len(entries()) * 3 * 4  # wires, algorithms
     assert rows["accumadam:aer", "awc"]["step_time"] < rows["accumadam:aer", "atc"]["step_time"]

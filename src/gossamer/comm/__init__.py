@@ -1,6 +1,6 @@
 """Moving bytes between workers: exchanges, wire formats, transports. The only importer of torch.distributed."""
 
-from gossamer.comm.deadline import Deadline, PeerWait
+from gossamer.comm.deadline import WARN_AFTER, Deadline, PeerWait
 from gossamer.comm.exchange import (
     Batch,
     Combine,
@@ -23,6 +23,7 @@ from gossamer.comm.process_groups import (
     ProcessGroup,
     Store,
     WorkerGroup,
+    averaged_devices,
     ddp_inside,
     ddp_process_group,
     default_store,
@@ -34,6 +35,7 @@ from gossamer.comm.process_groups import (
     rank_and_size,
     sharded_ranks,
     share_texts,
+    sparse_embeddings,
     subgroup_of,
     worker_group,
 )
@@ -43,6 +45,7 @@ from gossamer.comm.transport import Channel, ChannelId, Job, PeerError, Purpose,
 from gossamer.comm.wire import Plain, Wire, wire_named
 
 __all__ = [
+    "WARN_AFTER",
     "Batch",
     "Channel",
     "ChannelId",
@@ -71,6 +74,7 @@ __all__ = [
     "Wire",
     "WorkerGroup",
     "arrived",
+    "averaged_devices",
     "clock",
     "correction",
     "ddp_inside",
@@ -91,6 +95,7 @@ __all__ = [
     "room_for",
     "sharded_ranks",
     "share_texts",
+    "sparse_embeddings",
     "subgroup_of",
     "wire_named",
     "worker_group",

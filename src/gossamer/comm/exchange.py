@@ -273,8 +273,8 @@ def _swap(
         yield Batch(_views(step.sends, value), _named(step.recvs, received))
         for p, got in zip(step.recvs, received, strict=True):
             target = result[p.start : p.stop]
-            if step.source == "out" and p.weight == 0.5:
-                target.mul_(0.5).add_(got, alpha=0.5)  # the same bits on both sides of equal parts
+            if p.weight == 0.5 and (step.source == "out" or len(step.recvs) == 1):
+                target.mul_(0.5).add_(got, alpha=0.5)  # the same bits on both sides of equal parts, and of a pair
             else:
                 target.add_(got.sub_(value[p.start : p.stop]), alpha=p.weight)
         return

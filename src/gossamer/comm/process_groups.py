@@ -130,12 +130,22 @@ def private_ddp(
     `broadcast` starts from the parameters of the group's first worker. Collective among the workers of `group`.
     """
     chosen = set(parameters)
-    embeddings = (m for m in model.modules() if isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag) and m.sparse)
-    sparse = {m.weight: m for m in embeddings if m.weight in chosen}  # DDP recognizes sparse gradients by the module
+    sparse = {m.weight: m for m in sparse_embeddings(model) if m.weight in chosen}
     holder = torch.nn.Module()  # has no buffers, so DDP broadcasts none
     holder.dense = torch.nn.ParameterList([p for p in parameters if p not in sparse])
     holder.sparse = torch.nn.ModuleList(sparse.values())
     return torch.nn.parallel.DistributedDataParallel(holder, process_group=group, init_sync=broadcast)
+
+
+def sparse_embeddings(model: torch.nn.Module) -> list[torch.nn.Embedding | torch.nn.EmbeddingBag]:
+    """The modules by which DDP recognizes parameters with sparse gradients."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return [m for m in model.modules() if isinstance(m, kinds) and m.sparse]
+
+
+def averaged_devices() -> set[str]:
+    """The types of the devices, such as "cuda", whose tensors the default process group can average."""
+    return {entry.partition(":")[0] for entry in dist.get_backend_config().split(",")}
 
 
 def gathered(value: Tensor, group: ProcessGroup) -> list[Tensor]:
@@ -173,21 +183,22 @@ def sharded_ranks(parameter: Tensor) -> list[int]:
     return [int(r) for r in mesh.mesh.flatten().tolist()]
 
 
-_subgroups: dict[tuple[tuple[int, ...], ...], tuple[Any, Any]] = {}
+_subgroups: dict[tuple[tuple[tuple[int, ...], ...], timedelta | None], tuple[Any, Any]] = {}
 
 
-def subgroup_of(members: tuple[tuple[int, ...], ...]) -> Any:
-    """This worker's group of a partition of some workers into groups, such as the nodes. Made once per default process
-    group. Collective among the workers of `members`."""
-    world = dist.group.WORLD
-    if members not in _subgroups or _subgroups[members][0] is not world:
+def subgroup_of(members: tuple[tuple[int, ...], ...], timeout: timedelta | None = None) -> Any:
+    """This worker's group of a partition of some workers into groups, such as the nodes, with torch's usual timeout or
+    `timeout`. Made once per default process group. Collective among the workers of `members`."""
+    world, key = dist.group.WORLD, (members, timeout)
+    if key not in _subgroups or _subgroups[key][0] is not world:
         if sum(map(len, members)) == dist.get_world_size():
-            made, _ = dist.new_subgroups_by_enumeration([list(m) for m in members])  # type: ignore[no-untyped-call]
+            every = [list(m) for m in members]
+            made, _ = dist.new_subgroups_by_enumeration(every, timeout=timeout)  # type: ignore[no-untyped-call]
         else:  # the others do not call this
             mine = next(m for m in members if dist.get_rank() in m)
-            made = dist.new_group(list(mine), use_local_synchronization=True)
-        _subgroups[members] = (world, made)
-    return _subgroups[members][1]
+            made = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True)
+        _subgroups[key] = (world, made)
+    return _subgroups[key][1]
 
 
 def share_texts(store: Store, workers: WorkerGroup, timeout: float, name: str, text: str) -> list[str]:

@@ -61,10 +61,19 @@ class Frozen(Protocol):
 class RoundBarrier:
     """The meeting point of one worker. Collective calls are counted: the epoch is the number of calls so far."""
 
-    def __init__(self, store: Store, transport: Transport, timeout: float, *, warn_after: float = WARN_AFTER):
+    def __init__(
+        self,
+        store: Store,
+        transport: Transport,
+        timeout: float,
+        *,
+        warn_after: float = WARN_AFTER,
+        verify: Callable[[str], None] | None = None,
+    ):
+        """`verify(call)`, called while others are missing in a call, raises an error if they cannot come."""
         self._store = PrefixStore("catch-up", store)
         self._transport, self._rank, self._size = transport, transport.rank, transport.size
-        self._timeout, self._warn_after = timeout, warn_after
+        self._timeout, self._warn_after, self._verify = timeout, warn_after, verify
         self._epoch = 0
 
     def nudge(self, lane: int, k: int) -> None:
@@ -131,6 +140,8 @@ class RoundBarrier:
                             f"calling it. {COLLECTIVE} If worker {lost} died, restart the job from its last checkpoint"
                         )
                     missing = self._missing(call, keys)
+                    if self._verify is not None:
+                        self._verify(call)
                     if deadline.expired:
                         raise PeerError(
                             f"worker {self._rank} is in {call} but worker(s) {_names(missing)} did not call it within "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from gossamer.comm import (
     Transport,
+    averaged_devices,
     ddp_inside,
     ddp_process_group,
     group_ranks,
@@ -23,13 +24,13 @@ from gossamer.engine.flat import cut, flatten, is_sharded, refuse_overlaps
 from gossamer.engine.gossip import Gossip, refuse_in_use
 from gossamer.engine.lane import Lane, LaneParts
 from gossamer.engine.node_gradients import NodeGradients
-from gossamer.engine.policies import Filter, Gradients, Settings, Synchronous
+from gossamer.engine.policies import Filter, Settings, Synchronous
 from gossamer.engine.prepared import Prepared
 from gossamer.engine.protocol import ScalesWithReplicas
 from gossamer.engine.synchronous import SyncLane
 from gossamer.engine.unwrap import unwrapped
 from gossamer.errors import InputError
-from gossamer.topology import Layout, resolve
+from gossamer.topology import Layout, Topology, resolve
 from gossamer.topology.schedule import Schedule
 from gossamer.trace import TraceWriter
 
@@ -114,15 +115,16 @@ def _schedule(
     group = ddp_process_group(model)
     sharded = [p for p in model.parameters() if is_sharded(p)]
     if group is None and not sharded:
-        if gradients_of_bare_model(settings.gradients, layout) == "worker":
+        between = _between_nodes(model, topology, settings, layout)
+        if between is None:
             return Schedule(resolve(topology, layout), **policy), model
-        return Schedule(resolve(topology, Layout.of([1] * layout.nodes)), inside=layout, **policy), model
+        return Schedule(between, inside=layout, **policy), model
     meshes = [group_ranks(group)] if group is not None else [sharded_ranks(p) for p in sharded]
     spread = max(meshes, key=lambda mesh: len(set(mesh) & set(ranks)))
     shared = sorted(ranks.index(r) for r in spread if r in ranks)
     fully = group is None and is_fully_sharded(model)
     if group is None and shared == [rank] and not (fully and len(spread) == 1):  # beside gossip: shards match
-        if gradients_of_bare_model(settings.gradients, layout) == "node":
+        if settings.gradients == "node" and layout.nodes < layout.n:
             raise InputError(
                 "gradients='node' cannot average the gradients of DTensors, and the parameters are sharded over "
                 f"workers {sorted(spread)}; use gradients='worker'"
@@ -189,11 +191,24 @@ def _refuse_ddp_inside(model: nn.Module) -> None:
         )
 
 
-def gradients_of_bare_model(asked: Gradients, layout: Layout) -> Literal["node", "worker"]:
-    """Among whom the gradients of a model without DDP or FSDP2 are averaged before a step. `"auto"` is decided here."""
-    if layout.nodes == layout.n:  # one worker per node: a node's gradient is the worker's own
-        return "worker"
-    return "node" if asked == "node" else "worker"
+def _between_nodes(model: nn.Module, topology: Any, settings: Settings, layout: Layout) -> Topology | None:
+    """The topology over nodes, if the gradients of a model without DDP or FSDP2 are averaged inside each node; None if
+    every worker steps on its own. `gradients="auto"` is decided here."""
+    if settings.gradients == "worker" or layout.nodes == layout.n:  # a single worker's gradient is its node's
+        return None
+    nodes = Layout.of([1] * layout.nodes)
+    if settings.gradients == "node":
+        return resolve(topology, nodes)
+    several = layout.nodes > 1 and layout.per_node[0] > 1 and len(set(layout.per_node)) == 1
+    devices = {p.device.type for p in model.parameters()}
+    if not several or settings.elastic is not None or settings.asynchronous:
+        return None
+    if len(devices) > 1 or not devices <= averaged_devices():  # DDP would refuse the model
+        return None
+    try:
+        return resolve(topology, nodes)
+    except InputError:  # a topology of a given size, over workers
+        return None
 
 
 def _lanes(

@@ -44,7 +44,8 @@ from gossamer.engine.elastic import ElasticCoordinator, ElasticGossip, ElasticLa
 from gossamer.engine.first_step import watch_first_step
 from gossamer.engine.flat import is_sharded
 from gossamer.engine.gossip import Gossip
-from gossamer.engine.node_gradients import NodeGradients, node_gradients
+from gossamer.engine.node_gradients import NodeGradients, PrivateDDP, node_gradients
+from gossamer.engine.node_progress import NodeProgress
 from gossamer.engine.policies import (
     Algorithm,
     AlgorithmName,
@@ -109,8 +110,10 @@ def decentralize(
         parameters: `f(name, parameter) -> bool` selects the parameters to mix; the others stay local.
         buffers: What `averaged()` does with module buffers: "average" or "local".
         gradients: "worker": every worker steps on its own gradient. "node": gradients are averaged exactly among the
-            workers of a node, inside the backward pass, and parameters gossip between nodes. "auto" is "node" if the
-            model is wrapped in DDP on `gossamer.node_group()` or sharded by FSDP2 over the node, else "worker".
+            workers of a node, inside the backward pass, and parameters gossip between nodes. "auto" is "node" on two or
+            more nodes with the same number of workers, at least two, if `algorithm` is synchronous and `on_failure` is
+            "raise", and for a model that is wrapped in DDP on `gossamer.node_group()` or sharded by FSDP2 over the
+            node; else "worker". `gossip.gradients` says what was chosen.
         guard: `ConsensusGuard(...)` averages exactly when the workers drift apart; `NeighborGuard(...)` refuses values
             that are not finite or that jump. Or a list of both.
         broadcast: Start from worker 0's parameters and buffers. Pass False if every worker loaded its own checkpoint.
@@ -216,11 +219,17 @@ def _static(worker: _Worker, process_group: ProcessGroup | DeviceMesh | None, br
             _broadcast(prepared, transport)
         policy = prepared.settings.algorithm
         events = isinstance(policy, Asynchronous) and policy.clock == "wall"
-        coordinator = StaticCoordinator(RoundBarrier(store, transport, prepared.settings.timeout), events=events)
         inside = _node_gradients(prepared, worker.model, workers.ranks, broadcast=not broadcast)
         for averaged in inside:
             on_error.callback(averaged.close)
-        gossip = open_gossip(prepared, transport, coordinator, worker.writer, inside)
+        progress = _node_progress(prepared, inside, store)
+        if progress is not None:
+            on_error.callback(progress.close)
+        verify = None if progress is None else progress.verify
+        barrier = RoundBarrier(store, transport, prepared.settings.timeout, verify=verify)
+        gossip = open_gossip(prepared, transport, StaticCoordinator(barrier, events=events), worker.writer, inside)
+        if progress is not None:
+            gossip.on_stop(progress.close)
         on_error.pop_all()
     if workers.size > 1:
         for undo in watch_first_step(
@@ -287,10 +296,20 @@ def _node_gradients(
         return []
     group = ddp_process_group(model)
     if group is None:
-        group = subgroup_of(tuple(tuple(ranks[w] for w in members) for members in layout.members))
+        nodes = tuple(tuple(ranks[w] for w in members) for members in layout.members)
+        group = subgroup_of(nodes, timedelta(seconds=prepared.settings.timeout))
     if layout.per_node[layout.node[prepared.rank]] == 1:
         return []
     return node_gradients(prepared, model, group, broadcast=broadcast)
+
+
+def _node_progress(prepared: Prepared, inside: Sequence[NodeGradients], store: PrefixStore) -> NodeProgress | None:
+    """The count of this node's backward passes, where Gossamer averages their gradients."""
+    own = [averaged for averaged in inside if isinstance(averaged, PrivateDDP)]
+    if not own:
+        return None
+    mates = prepared.layout.members[prepared.layout.node[prepared.rank]]
+    return NodeProgress(store, prepared.rank, [w for w in mates if w != prepared.rank], own)
 
 
 @torch.no_grad()

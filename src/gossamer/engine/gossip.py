@@ -130,6 +130,7 @@ class Gossip:
         return {
             "version": 1,
             "workers": self.control.layout.n,
+            "replicas": self.replicas,
             "topology": self.lanes[0].schedule.topology.name,
             "lanes": [lane.state_dict() for lane in self.lanes],
         }
@@ -199,7 +200,8 @@ class Gossip:
     def accepts(self, state: dict[str, Any]) -> bool:
         """Whether `load_state_dict` can continue from `state`: same algorithm, workers, topology and optimizers."""
         ours = self._identity()
-        return ours == (state["workers"], state["topology"], [lane.get("algorithm") for lane in state["lanes"]])
+        theirs = (state["workers"], state["replicas"], state["topology"])
+        return ours == (*theirs, [lane.get("algorithm") for lane in state["lanes"]])
 
     def restart(self, steps: int) -> None:
         """Continue from the parameters as they are now, with `steps` steps counted. Collective."""
@@ -216,9 +218,10 @@ class Gossip:
         )
         return [MixedParameters(lanes, self.settings.buffers)]
 
-    def _identity(self) -> tuple[int, str, list[str | None]]:
+    def _identity(self) -> tuple[int, int, str, list[str | None]]:
         kind = self.settings.algorithm.name if self.settings.asynchronous else None
-        return self.control.layout.n, self.lanes[0].schedule.topology.name, [kind] * len(self.lanes)
+        topology = self.lanes[0].schedule.topology
+        return self.control.layout.n, topology.n, topology.name, [kind] * len(self.lanes)
 
     # -- the end ----------------------------------------------------------------------------------------------
 
@@ -466,6 +469,12 @@ class Gossip:
                 f"the state was saved with {theirs[0]} workers, topology {theirs[1]!r} and {theirs[2]} optimizer(s), "
                 f"this run has {ours[0]}, {ours[1]!r} and {ours[2]}; resume with the same, or load only the model and "
                 "the optimizer"
+            )
+        if state["replicas"] != self.replicas:
+            raise InputError(
+                f"the state was saved with {state['replicas']} replicas of the model and this run has {self.replicas}, "
+                f"because gradients={self.gradients!r} here; resume with the same gradients=, or load only the model "
+                "and the optimizer"
             )
 
     def _load(self, state: dict[str, Any]) -> None:

@@ -16,13 +16,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gossamer.comm import ProcessGroup, gathered, private_ddp
+from gossamer.comm import ProcessGroup, gathered, private_ddp, sparse_embeddings
 from gossamer.engine.prepared import Prepared
 from gossamer.errors import GossamerError
 
@@ -34,6 +33,8 @@ class NodeGradients:
 
     The first step compares them inside the node: a call of the bare module instead of DDP would leave them different.
     """
+
+    remedy = "call the DDP module instead of the module inside it, and change gradients in the same way on every worker"
 
     def __init__(
         self,
@@ -55,8 +56,7 @@ class NodeGradients:
         if max(norms) - min(norms) > SAME * max(norms):
             raise GossamerError(
                 "the gradients of this node's workers differ, although they are averaged inside the node: their norms "
-                f"are {', '.join(f'{n:.6g}' for n in norms)}; call the DDP module instead of the module inside it, and "
-                "change gradients in the same way on every worker"
+                f"are {', '.join(f'{n:.6g}' for n in norms)}; {self.remedy}"
             )
 
     def _norm(self) -> torch.Tensor:
@@ -75,17 +75,30 @@ class NodeGradients:
 class PrivateDDP(NodeGradients):
     """The gradients of one optimizer, averaged by a DDP object of its own. See Note [When DDP is armed]."""
 
+    remedy = (
+        "compute gradients by backward() instead of writing them, change them in the same way on every worker, or use "
+        "gradients='worker'"
+    )
+
     def __init__(self, model: nn.Module, named: Mapping[str, nn.Parameter], group: ProcessGroup, *, broadcast: bool):
         super().__init__(named, group, self._paused)
         self._ddp: DistributedDataParallel | None = private_ddp(model, list(named.values()), group, broadcast=broadcast)
+        sparse = {m.weight for m in sparse_embeddings(model)}
+        self._sparse = {name for name, p in named.items() if p in sparse}  # parameters whose gradients may be sparse
+        self.passes = 0  # backward passes that were begun
         self._missing: set[str] = set()  # parameters whose gradient the reducer waits for; empty: it is not armed
         self._skip = False  # inside no_sync()
         self._local: set[str] = set()  # parameters with a gradient of this worker alone, from no_sync()
         self._nodes = {name: torch.autograd.graph.get_gradient_edge(p).node for name, p in named.items()}
         self._hooks = [node.register_prehook(partial(self._arrives, name)) for name, node in self._nodes.items()]
 
-    def _arrives(self, name: str, *_: Any) -> None:
+    def _arrives(self, name: str, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """The gradient of a parameter is about to be accumulated."""
+        if name not in self._sparse and any(g is not None and g.is_sparse for g in gradients):
+            raise GossamerError(
+                f"parameter {name!r} got a sparse gradient, which gradients='node' averages only for the weight of an "
+                "nn.Embedding or nn.EmbeddingBag with sparse=True; compute a dense one, or use gradients='worker'"
+            )
         if self._skip:
             self._local.add(name)
             return
@@ -103,6 +116,7 @@ class PrivateDDP(NodeGradients):
 
     def _arm(self) -> None:
         assert self._ddp is not None
+        self.passes += 1
         with torch.enable_grad():  # the state in which DDP expects gradients
             self._ddp._pre_forward()  # type: ignore[no-untyped-call]
             self._ddp._post_forward(None)  # type: ignore[no-untyped-call]

@@ -83,6 +83,8 @@ class VirtualCluster:
                 f"use VirtualCluster({self.layout.nodes}), one model per node, and accumulate the gradients of the "
                 "node's batches in it"
             )
+        if policy.gradients == "auto":
+            policy = replace(policy, gradients="worker")
         if isinstance(policy.algorithm, Asynchronous):  # a single thread has no wall time of its own
             policy = replace(policy, algorithm=replace(policy.algorithm, clock="virtual"))
         workers = [

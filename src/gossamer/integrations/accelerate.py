@@ -127,8 +127,8 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         """`Accelerator.prepare_model` without DDP: device placement, autocast and torch.compile."""
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise InputError(
-                f"the model is already wrapped in {type(model).__name__}; pass the bare module. To average gradients "
-                "inside each node, pass gradients='node'"
+                f"the model is already wrapped in {type(model).__name__}; pass the bare module. Gradients are "
+                "averaged inside each node by gradients='node', which is the default on several equal nodes"
             )
         prepared: nn.Module = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         return prepared
@@ -184,7 +184,7 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulate gradients without averaging them inside the node (`gradients="node"`). Local."""
+        """Accumulate gradients without averaging them inside the node, where they are averaged there. Local."""
         if self._gossip is None:
             yield
             return
@@ -193,7 +193,10 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Do nothing but to override `even_batches`: workers with different numbers of batches do not hang. Local."""
+        """Do nothing but to override `even_batches`: workers with different numbers of batches do not hang. Local.
+
+        Workers whose gradients are averaged inside their node need equal numbers; with `gradients="worker"` none does.
+        """
         samplers = [s for s in (getattr(x, "batch_sampler", None) for x in self._dataloaders) if s is not None]
         changed = [s for s in samplers if even_batches is not None and hasattr(s, "even_batches")]
         before = [s.even_batches for s in changed]

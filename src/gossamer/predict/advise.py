@@ -296,6 +296,8 @@ def line(row: Row) -> str:
     options = {"topology": method.topology, "algorithm": row.algorithm, "wire": method.wire}
     usual = {"algorithm": "awc", "wire": "fp32"}
     arguments = [f"{k}={_written(v)}" for k, v in options.items() if usual.get(k) != v]
+    if row.algorithm in ("awc", "atc"):  # the prediction is for gossip of all workers
+        arguments.append('gradients="worker"')
     if row.options:
         names = {"bucket_mb": "bucket_mib"}
         inner = ", ".join(f"{names.get(k, k)}={_written(v)}" for k, v in row.options.items())

@@ -128,6 +128,7 @@ def trainer(run: MethodRun, model: EmulatedModel, watch: Watch | None) -> BenchT
         optimizer,
         topology=method.topology or "aer",
         algorithm=gossamer.algorithm(method.algorithm, **run.options),
+        gradients="worker",
         wire=method.wire,
         exchange=gossamer.Exchange(bucket_mib=run.bucket_mb),
         timeout=run.timeout,
