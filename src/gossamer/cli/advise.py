@@ -95,11 +95,14 @@ def _quality(folder: Path, as_json: bool) -> None:
     from gossamer.report.noise import NOT_MEASURED, measured
     from gossamer.report.runs import find_runs, grouped
 
-    groups = grouped(find_runs(folder).runs)
-    found = measured(groups)
+    found = measured(grouped(find_runs(folder).runs))
     if not found:
         raise InputError(f"{folder}: {NOT_MEASURED}")
-    advice = [noise.to_dict() for noise in found]
+    advice = [noise.to_dict() for noise in found if noise.workers > 1]
+    if not advice:
+        raise InputError(
+            f"{folder} was trained by a single worker; gossip takes several: add --virtual 4 or --workers 4"
+        )
     if as_json:
         print_json({"folder": str(folder), "advice": advice})
     else:

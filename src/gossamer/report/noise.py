@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ NOT_MEASURED = (
     "noise scale not measured: it takes more than a few steps of GossipAdam; train by gossipadam:aer with several "
     "replicas, or by ddp with --optimizer gossipadam --discount 2"
 )
+SAME = ("task", "steps", "per_node", "exact_inside", "micro_batches", "options")  # of runs that measure the same
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Noise:
     replica_batch: float
     global_batch: float
     per_node: tuple[int, ...]
+    partition: str
     method: str
     runs: int
 
@@ -34,7 +37,7 @@ class Noise:
     def amount(self) -> str:
         """The noise scale in words."""
         if math.isinf(self.scale):
-            return f"too many {self.unit} to measure"
+            return f"too large to measure, in {self.unit}"
         return f"about {rounded(self.scale)} {self.unit}"
 
     @property
@@ -43,8 +46,12 @@ class Noise:
         return self.replica_batch >= self.global_batch
 
     @property
+    def workers(self) -> int:
+        return sum(self.per_node)
+
+    @property
     def worker_batch(self) -> float:
-        return self.global_batch / sum(self.per_node)
+        return self.global_batch / self.workers
 
     def line(self) -> str:
         """Compare the noise scale with the batches, in one sentence."""
@@ -58,9 +65,9 @@ class Noise:
 
     def predictions(self) -> dict[str, Quality]:
         """Return what to expect of gossip among all workers, and of gossip with exact averages inside nodes."""
-        workers, nodes = sum(self.per_node), len(self.per_node)
-        batches = {f"gossip of all {workers} workers": self.worker_batch}
-        if 1 < nodes < workers:
+        nodes = len(self.per_node)
+        batches = {f"gossip of all {self.workers} workers": self.worker_batch}
+        if 1 < nodes < self.workers:
             batches["gossip with exact averages inside nodes"] = self.global_batch / nodes
         return {who: predict_quality(self.scale, b, self.global_batch) for who, b in batches.items()}
 
@@ -75,7 +82,10 @@ class Noise:
             records = " and ".join(f"benchmarks/records/{name}" for name in regime.records)
             evidence = f"loss {low:+.2f} to {high:+.2f} beside all-reduce with Adam in {records}"
             said.append(f"{' and '.join(settings)} {regime.expected} ({evidence})")
-        return f"With GossipAdam at all-reduce's learning rate, {'; '.join(said)}. {UNCERTAIN}."
+        unseen = ""
+        if self.partition != "iid":
+            unseen = f"; it does not see how the data of the workers differ (partition {self.partition})"
+        return f"With GossipAdam at all-reduce's learning rate, {'; '.join(said)}. {UNCERTAIN}{unseen}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return the prediction as JSON values; an infinite noise scale is None."""
@@ -93,24 +103,25 @@ class Noise:
 
 
 def measured(groups: Sequence[Group]) -> list[Noise]:
-    """Return the noise scale for every layout and batch in the runs; the median where several runs have measured it.
+    """Return the noise scale for every task, length, layout and batch; the median where several runs have measured it.
 
     Runs of all-reduce count only if no run of gossip has measured it: their model is another one after the same steps.
     """
     known = [g for g in groups if g.noise_scale is not None]
     known = [g for g in known if not g.all_reduce] or known
-    found: dict[Any, list[Group]] = {}
+    found: dict[str, list[Group]] = {}
     for g in known:
-        run = g.runs[0]
-        batches = [float(f"{b:.1g}") for b in run.batches or ()]  # tokens differ a little between runs
-        key = (run.config["task"], tuple(run.config["per_node"]), run.config.get("exact_inside"), *batches)
-        found.setdefault(key, []).append(g)
+        config = g.runs[0].config
+        found.setdefault(json.dumps([config.get(name) for name in SAME]), []).append(g)
     return [_pooled(same) for same in found.values()]
 
 
 def noise_line(groups: Sequence[Group]) -> str:
     """Say what the noise scale of the task is, or how to measure it."""
-    return " ".join(noise.line() for noise in measured(groups)) or f"{NOT_MEASURED}."
+    found = measured(groups)
+    if len(found) > 1:
+        return " ".join(f"{noise.method}: {noise.line()}" for noise in found)
+    return found[0].line() if found else f"{NOT_MEASURED}."
 
 
 def _pooled(groups: Sequence[Group]) -> Noise:
@@ -123,6 +134,7 @@ def _pooled(groups: Sequence[Group]) -> Noise:
         replica_batch=first.batches[0],
         global_batch=first.batches[1],
         per_node=tuple(first.config["per_node"]),
+        partition=str(first.config["options"].get("partition", "iid")),
         method=groups[0].label,
         runs=len(runs),
     )
