@@ -13,8 +13,6 @@ from gossamer.errors import InputError
 app = command_app()
 
 SHOWN = 12
-
-
 EXAMPLE = "Examples: gossamer advise cluster.toml --model-mb 260 --json | gossamer advise --run runs/numbers"
 
 

@@ -33,8 +33,9 @@ class Regime:
 
 
 # The first range that the noise scale reaches applies. The limits are our judgment: the runs of the records with gossip
-# lie at 0.9 times the global batch and less, or at 2 times and more. The second range is wide and uncertain because a
-# task has a larger noise scale under all-reduce than with gossip, by up to 16 times in the records.
+# lie at 0.9 times the global batch and less, or at 2 times and more. The second range is wide and uncertain because
+# all-reduce measures a larger noise scale than gossip after the same steps: 3 to 7 times the global batch where gossip
+# is behind.
 REGIMES = (
     Regime(
         "noise everywhere",

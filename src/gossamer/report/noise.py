@@ -142,4 +142,6 @@ def _pooled(groups: Sequence[Group]) -> Noise:
 
 def rounded(number: float) -> str:
     """Return two digits of a number: 3,092 becomes 3,100."""
+    if math.isinf(number):
+        return "∞"
     return f"{float(f'{number:.2g}'):,.0f}" if number >= 1 else f"{number:.1g}"
