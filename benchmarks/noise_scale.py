@@ -71,14 +71,15 @@ def table(study: str, found: dict[str, dict[int, Any]]) -> list[str]:
     rows = []
     for name, runs in found.items():
         losses = {seed: run["final"]["loss"] for seed, run in runs.items()}
-        paired = [loss - found[BASE][seed]["final"]["loss"] for seed, loss in losses.items() if seed in found[BASE]]
+        paired = [loss - found[BASE][seed]["final"]["loss"] for seed, loss in losses.items()]
         scales = [scale for run in runs.values() if (scale := scale_of(run)) is not None]
         replica, everyone = next(iter(runs.values()))["noise"][-1][2:]
         scale = statistics.median(scales) if scales else None
         shown = ["", ""]
         if scale is not None:
             shown = ["∞", "∞"] if math.isinf(scale) else [rounded(scale), f"{scale / everyone:.2f}"]
-        loss, behind = f"{statistics.fmean(losses.values()):.3f}", f"{statistics.fmean(paired):+.3f}" if paired else ""
+        behind = f"{statistics.fmean(paired):+.3f} ({', '.join(f'{each:+.3f}' for each in paired)})"
+        loss = f"{statistics.fmean(losses.values()):.3f}"
         cells = [study, name, str(len(runs)), loss, behind if name != BASE else "", shown[0]]
         rows.append("| " + " | ".join([*cells, f"{replica:,.0f}", f"{everyone:,.0f}", shown[1]]) + " |")
     return rows
@@ -107,14 +108,16 @@ def main() -> None:
                 made = run_once({**given, **shared, **values}, file)
                 found[name][seed] = made
                 print(study, name, seed, made["final"]["loss"], scale_of(made), flush=True)
-        if all(found.values()):
+        whole = [seed for seed in args.seeds if all(seed in runs for runs in found.values())]
+        found = {name: {seed: runs[seed] for seed in whole} for name, runs in found.items()}
+        if whole:
             lines += table(study, found)
             keys = ("final", "noise", "config")
             kept[study] = {n: {s: {k: r[k] for k in keys} for s, r in runs.items()} for n, runs in found.items()}
     print("\n".join(lines))
     if args.record:
         write_record(
-            args.record, data={"results": kept}, summary="\n".join(lines), note=NOTE, environment=environment()
+            args.record, data={"results": kept}, summary="\n" + "\n".join(lines), note=NOTE, environment=environment()
         )
 
 

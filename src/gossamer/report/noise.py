@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gossamer.predict.quality import UNCERTAIN, Quality, Regime, predict_quality
+from gossamer.predict.quality import UNCERTAIN, Quality, predict_quality
 from gossamer.report.runs import Group
 
 NOT_MEASURED = (
@@ -65,27 +65,20 @@ class Noise:
 
     def predictions(self) -> dict[str, Quality]:
         """Return what to expect of gossip among all workers, and of gossip with exact averages inside nodes."""
-        nodes = len(self.per_node)
-        batches = {f"gossip of all {self.workers} workers": self.worker_batch}
+        everyone, nodes = self.global_batch, len(self.per_node)
+        found = {f"gossip of all {self.workers} workers": predict_quality(self.scale, self.worker_batch, everyone)}
         if 1 < nodes < self.workers:
-            batches["gossip with exact averages inside nodes"] = self.global_batch / nodes
-        return {who: predict_quality(self.scale, b, self.global_batch) for who, b in batches.items()}
+            inside = predict_quality(self.scale, everyone / nodes, everyone, exact_inside=True)
+            found["gossip with exact averages inside nodes"] = inside
+        return found
 
     def sentence(self) -> str:
         """Say whether gossip will be as good as all-reduce, how sure that is, and by which records."""
-        found: dict[Regime, list[str]] = {}
-        for who, quality in self.predictions().items():
-            found.setdefault(quality.regime, []).append(who)
-        said = []
-        for regime, settings in found.items():
-            low, high = regime.gap
-            records = " and ".join(f"benchmarks/records/{name}" for name in regime.records)
-            evidence = f"loss {low:+.2f} to {high:+.2f} beside all-reduce with Adam in {records}"
-            said.append(f"{' and '.join(settings)} {regime.expected} ({evidence})")
+        said = "; ".join(f"{who} {quality}" for who, quality in self.predictions().items())
         unseen = ""
         if self.partition != "iid":
             unseen = f"; it does not see how the data of the workers differ (partition {self.partition})"
-        return f"With GossipAdam at all-reduce's learning rate, {'; '.join(said)}. {UNCERTAIN}{unseen}."
+        return f"With GossipAdam at all-reduce's learning rate, {said}. {UNCERTAIN}{unseen}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return the prediction as JSON values; an infinite noise scale is None."""
