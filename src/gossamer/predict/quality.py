@@ -42,8 +42,9 @@ class Regime:
     """The evidence, in benchmarks/records."""
 
 
-# The first range that the noise scale reaches applies. The limits are our judgment: the runs of the records with gossip
-# lie at 1 times the global batch and less, or at 2 times and more. The second range is uncertain because all-reduce
+# The first range that the noise scale reaches applies. The limits were chosen to fit the records, and no run was kept
+# out to test them: the runs of the records with gossip
+# lie at 0.9 times the global batch and less, or at 1.6 times and more. The second range is uncertain because all-reduce
 # measures a larger noise scale than gossip after the same steps: 3 to 7 times the global batch where gossip is behind.
 REGIMES = (
     Regime(
@@ -61,7 +62,7 @@ REGIMES = (
         from_global=1.0,
         means="a replica sees mostly noise, of which all-reduce averages a large part away",
         workers=Outlook("may be as good as all-reduce, or behind", (-0.01, 0.24)),
-        nodes=Outlook("may be as good as all-reduce, or behind", (-0.03, 0.16)),
+        nodes=Outlook("may be as good as all-reduce, or behind", (-0.02, 0.16)),
         records=("noise-scale",),
     ),
     Regime(
