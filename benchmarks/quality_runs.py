@@ -142,6 +142,8 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     outcome["evaluations"] = [
         [r["step"], round(r["averaged"]["loss"], 5), round(r["consensus_distance"], 6)] for r in rows if "averaged" in r
     ]
+    noise = ("step", "noise_scale", "replica_batch", "global_batch")
+    outcome["noise"] = [[r[key] for key in noise] for r in rows if "averaged" in r]
     outcome["curve"] = _curve([r["loss"] for r in rows if "lr" in r], config.steps)
     outcome["parameters"] = sum(p.numel() for p in strategy.replicas[0].model.parameters())
     outcome["config"] = said

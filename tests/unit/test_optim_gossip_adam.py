@@ -236,6 +236,22 @@ def test_noise_to_signal_of_nothing_but_noise_and_nothing_but_signal():
     assert signal.noise_to_signal() == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.parametrize("beta2", [0.98, 0.999])
+def test_noise_to_signal_is_right_from_the_first_steps_on(beta2):
+    torch.manual_seed(0)
+    x = torch.nn.Parameter(torch.zeros(20_000))
+    opt = GossipAdam([x], lr=0.0, betas=(0.9, beta2), replicas=4)
+    for t in range(1, 51):
+        x.grad = 1 + 5 * torch.randn(20_000)
+        opt.step()
+        if t <= 3:
+            assert opt.noise_to_signal() is None  # q is mostly noise
+        if t in (10, 50):
+            assert opt.noise_to_signal() == pytest.approx(25, rel=0.2)
+    opt.param_groups[0]["betas"] = (0.0, beta2)
+    assert opt.noise_to_signal() is None
+
+
 @pytest.mark.parametrize("fused", [None, False])
 def test_a_gradient_that_is_not_finite_reaches_the_parameter(fused):
     """As with torch's Adam: an overflow is seen in the parameters instead of vanishing in a clamp."""

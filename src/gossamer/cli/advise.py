@@ -1,21 +1,30 @@
-"""`gossamer advise`: whether gossip is faster on a cluster, with which method, and the line of code for it."""
+"""`gossamer advise`: whether gossip is faster on a cluster, with which method, and whether it is as good on a task."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gossamer.cli.common import Json, N, Nodes, PerNode, command_app, print_json, print_rich, table
+from gossamer.errors import InputError
 
 app = command_app()
 
 SHOWN = 12
+EXAMPLE = "Examples: gossamer advise cluster.toml --model-mb 260 --json | gossamer advise --run runs/numbers"
 
 
-@app.command(epilog="Example: gossamer advise cluster.toml --model-mb 260 --json")
+@app.command(epilog=EXAMPLE, no_args_is_help=False)
 def advise(
-    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="A .toml or .json file, or a40, a100, t4.")],
+    cluster: Annotated[
+        str | None, typer.Argument(metavar="CLUSTER", help="A .toml or .json file, or a40, a100, t4.")
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The --out of train or compare: will gossip be as good on this task?"),
+    ] = None,
     nodes: Nodes = None,
     per_node: PerNode = None,
     n: N = None,
@@ -26,7 +35,25 @@ def advise(
     seed: Annotated[int, typer.Option(help="Seed of the compute times.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Rank every topology, algorithm, wire and bucket plan for a cluster, and recommend one, or DDP."""
+    """Rank every topology, algorithm, wire and bucket plan for a cluster, and recommend one, or DDP.
+
+    With --run, predict instead whether gossip will be as good as all-reduce, from the noise scale measured in a run.
+    """
+    if run is not None:
+        given = {"CLUSTER": cluster, "--nodes": nodes, "--per-node": per_node, "--n": n, "--model-mb": model_mb}
+        unused = [name for name, value in {**given, "--steps": steps, "--seed": seed or None}.items() if value]
+        if unused:
+            raise InputError(
+                f"--run {run} predicts the quality on a task, and {', '.join(unused)} the speed on a cluster; pass "
+                "either --run or a cluster"
+            )
+        _quality(run, as_json)
+        return
+    if cluster is None:
+        raise InputError(
+            "nothing to advise on; pass a cluster (a file, a40, a100 or t4) to predict the speed, or --run DIR to "
+            "predict the quality"
+        )
     from rich.text import Text  # a method's colons are not emoji
 
     from gossamer.cli.simulate import cluster_from
@@ -59,3 +86,22 @@ def advise(
         "What would change the answer for the best gossip:",
         changes,
     )
+
+
+def _quality(folder: Path, as_json: bool) -> None:
+    """Predict the quality from the noise scale that the runs in a folder have measured."""
+    from gossamer.report.noise import NOT_MEASURED, measured
+    from gossamer.report.runs import find_runs, grouped
+
+    found = measured(grouped(find_runs(folder).runs))
+    if not found:
+        raise InputError(f"{folder}: {NOT_MEASURED}")
+    advice = [noise.to_dict() for noise in found if noise.workers > 1]
+    if not advice:
+        raise InputError(
+            f"{folder} was trained by a single worker; gossip takes several: add --virtual 4 or --workers 4"
+        )
+    if as_json:
+        print_json({"folder": str(folder), "advice": advice})
+    else:
+        print_rich(*(line for each in advice for line in (each["noise"], f"[bold]{each['sentence']}[/]")))

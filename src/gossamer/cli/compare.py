@@ -167,6 +167,7 @@ def _print(content: dict[str, Any], html: Path | None) -> None:
     from gossamer.cli.report import print_table
 
     print_table(content["methods"])
+    print_rich(content["noise"])
     for name, tried in content["lr_sweep"].items():
         found = ", ".join(f"{rate} {'diverged' if v is None else f'{v:.4g}'}" for rate, v in tried.items())
         print_rich(f"sweep of {name}: {found}")

@@ -26,13 +26,14 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Compare the runs in a folder: verdict, table, curves against steps and time, timelines."""
+    from gossamer.report.noise import noise_line
     from gossamer.report.page import write_csv, write_html, write_markdown
     from gossamer.report.runs import find_runs, grouped, summary
     from gossamer.report.verdict import verdict
 
     found = find_runs(folder)
     groups = grouped(found.runs)
-    rows, sentence = summary(groups), verdict(groups)
+    rows, sentence, noise = summary(groups), verdict(groups), noise_line(groups)
     files = {}
     for kind, path, write in (
         ("html", html, write_html),
@@ -42,10 +43,10 @@ def report(
         if path is not None:
             files[kind] = str(write(folder, path))
     if as_json:
-        print_json({"verdict": sentence, "left_out": found.left_out, "methods": rows, "files": files})
+        print_json({"verdict": sentence, "noise": noise, "left_out": found.left_out, "methods": rows, "files": files})
         return
     print_table(rows)
-    print_rich(f"[bold]{sentence}[/]", *([found.left_out] if found.left_out else []))
+    print_rich(noise, f"[bold]{sentence}[/]", *([found.left_out] if found.left_out else []))
     print_rich(*(f"{kind}: {path}" for kind, path in files.items()))
 
 

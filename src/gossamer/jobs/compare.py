@@ -25,6 +25,7 @@ from gossamer.recipes.config import RunConfig
 from gossamer.recipes.graceful_stop import StopHere
 from gossamer.recipes.loop import Diverged
 from gossamer.recipes.metrics import finite
+from gossamer.report.noise import noise_line
 from gossamer.report.page import write_html
 from gossamer.report.record import command_line
 from gossamer.report.runs import grouped, load_run, load_runs, summary
@@ -221,6 +222,7 @@ def summarize(folder: Path, swept: Sweep, failed: dict[str, str], html: Path | N
     content = {
         "command": command_line(),
         "verdict": verdict(groups),
+        "noise": noise_line(groups),
         "methods": summary(groups),
         "lr_sweep": swept,
         "failed": failed,

@@ -1,6 +1,7 @@
 """GossipAdam and GossipAdamW: Adam whose second moment is that of all replicas together."""
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from gossamer.optim._base import AdamBase, Group, Members, State, slot
 from gossamer.optim._update import Corrected, gossip_adam
 
 _MEMORY = 0.1  # the share of its memory that q must hold before it corrects anything
+_MOSTLY_NOISE = 0.5  # the share of noise in q above which it does not tell the signal
 
 
 class GossipAdam(AdamBase):
@@ -103,22 +105,25 @@ class GossipAdam(AdamBase):
         """Estimate Σσ² / Σμ² over the parameters that have a q; None if there is none, or too young to tell.
 
         σ² is the noise of one replica's gradient, so this ratio times the samples in it is the noise scale of the
-        task: the number of samples whose mean gradient holds as much signal as noise.
+        task: the number of samples whose mean gradient holds as much signal as noise. Unlike the update, this
+        estimate corrects for the noise in the first values of m̂, see Note [Why c is constant]; q is too young while
+        that noise is most of it.
         """
         total = noise = 0.0
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for param in group["params"]:
                 state = self.state.get(param, {})
-                if "signal_sq" not in state:
+                if "signal_sq" not in state or beta1 == 0:
                     continue
-                step = float(state["step"])
-                unbias, unbias_q = 1 / (1 - beta2**step), 1 / (1 - beta2 ** (step - state["signal_since"]))
-                if unbias / unbias_q < _MEMORY:
+                step, since = int(state["step"]), int(state["signal_since"])
+                unbias, unbias_q = 1 / (1 - beta2**step), 1 / (1 - beta2 ** (step - since))
+                left = _noise_left_since(beta1, beta2, since, step)
+                if unbias / unbias_q < _MEMORY or left > _MOSTLY_NOISE:
                     continue
                 mean_sq = unbias * _total(state["exp_avg_sq"])
                 total += mean_sq
-                noise += (mean_sq - unbias_q * _total(state["signal_sq"])) / (1 - _noise_left(beta1))
+                noise += (mean_sq - unbias_q * _total(state["signal_sq"])) / (1 - left)
         if total == 0:
             return None
         noise = min(max(noise, 0.0), total)
@@ -228,6 +233,15 @@ class GossipAdamW(GossipAdam):
 def _noise_left(beta1: float) -> float:
     """c: the share of a gradient's noise that is left in its running mean."""
     return (1 - beta1) / (1 + beta1)
+
+
+@lru_cache(maxsize=64)
+def _noise_left_since(beta1: float, beta2: float, since: int, step: int) -> float:
+    """The share of noise in q after `step` steps if it began after step `since`: the mean of c_t that q weighs."""
+    left = _noise_left(beta1)
+    many = min(step, math.ceil(math.log(1e-9) / math.log(beta1)))  # from there on c_t is c
+    early = sum(beta2 ** (step - t) * 2 * beta1**t / (1 - beta1**t) for t in range(since + 1, many + 1))
+    return left * (1 + (1 - beta2) / (1 - beta2 ** (step - since)) * early)
 
 
 def _total(tensor: Tensor) -> float:

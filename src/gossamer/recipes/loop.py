@@ -12,6 +12,7 @@ from gossamer import GossamerError
 from gossamer.recipes.config import RunConfig
 from gossamer.recipes.graceful_stop import Stop
 from gossamer.recipes.gradients import Gradients
+from gossamer.recipes.noise import noise
 from gossamer.recipes.strategy import Strategy
 from gossamer.recipes.task import Task
 
@@ -58,11 +59,14 @@ class EvaluateAndSave:
     saver: Callable[[Progress], None]
     evaluates: bool
     saves: bool
+    worker_batch: float
+    """Units (samples) of one worker in one step."""
     final: bool = False
 
     def evaluate(self, inside: Callable[[], None] | None = None) -> None:
         evaluation = evaluate(self.task, self.strategy, final=self.final, inside=inside)
         if evaluation:
+            evaluation |= noise(self.strategy, self.worker_batch)
             self.log({"step": self.progress.step, "seconds": self.progress.seconds, **evaluation})
             self.progress.evaluation = evaluation
 
@@ -94,11 +98,13 @@ def train(
     sent_before = progress.bytes - strategy.bytes_sent()
     saved = progress.step or -1  # the step of the newest checkpoint
     began = progress.step
+    units_before, taken = progress.units, 0
 
     def pause(evaluates: bool, saves: bool, *, final: bool = False) -> None:
         nonlocal saved
         if evaluates or saves:
-            work = EvaluateAndSave(task, strategy, progress, log, save, evaluates, saves, final)
+            batch = (progress.units - units_before) / max(1, taken) / sum(len(r.members) for r in strategy.replicas)
+            work = EvaluateAndSave(task, strategy, progress, log, save, evaluates, saves, batch, final)
             strategy.pause(work, stop, progress.step)
             saved = progress.step if saves else saved
 
@@ -127,6 +133,7 @@ def train(
         if clock is not None:
             progress.seconds = clock(progress.step)
         progress.units += sum(task.size(b) for r in batches for own in r for b in own)
+        taken += 1
         progress.bytes = sent_before + strategy.bytes_sent()
         if waited_before is not None:
             progress.waited += (strategy.seconds_waited() or 0.0) - waited_before

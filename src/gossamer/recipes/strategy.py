@@ -70,6 +70,10 @@ class Strategy(ABC):
         """Whether this worker joined a job that was already training."""
         return False
 
+    def workers_of(self, replica: Replica) -> int:
+        """Return the number of workers whose batches make the replica's gradient, in all processes."""
+        return len(replica.members)
+
     def bytes_sent(self) -> float:
         """Bytes that one worker has sent since the start of this process, as far as they are known."""
         return 0.0
@@ -178,6 +182,9 @@ class DdpStrategy(Strategy):
     def averaged(self) -> Iterator[nn.Module]:
         yield self.replicas[0].model
 
+    def workers_of(self, replica: Replica) -> int:
+        return self.total
+
     def bytes_sent(self) -> float:
         return self._bytes_per_step * self.replicas[0].scheduler.last_epoch
 
@@ -187,10 +194,10 @@ class GossipStrategy(Strategy):
 
     def __init__(self, task: Task, method: Method, config: RunConfig, rank: int, trace: Path | None):
         replica = make_replica(task, method, config, [rank])
-        self._inside = 0.0
+        self._sharing = 1
         if config.exact_inside:
-            here = config.per_node[gossamer.Layout.of(config.per_node).node[rank]]
-            self._inside = reduced_bytes(replica.model, here)
+            self._sharing = config.per_node[gossamer.Layout.of(config.per_node).node[rank]]
+        self._inside = reduced_bytes(replica.model, self._sharing)
         settings = gossip_settings(method, config)
         inside: Literal["node", "worker"] = "node" if config.exact_inside else "worker"
         self.gossip = gossamer.decentralize(replica.model, replica.optimizer, gradients=inside, trace=trace, **settings)
@@ -202,6 +209,9 @@ class GossipStrategy(Strategy):
 
     def consensus_distance(self) -> float | None:
         return self.gossip.consensus_distance()
+
+    def workers_of(self, replica: Replica) -> int:
+        return self._sharing
 
     def bytes_sent(self) -> float:
         stats = self.gossip.stats()

@@ -13,6 +13,7 @@ from typing import Any
 
 from gossamer.errors import GossamerError
 from gossamer.report.html import page
+from gossamer.report.noise import noise_line, rounded
 from gossamer.report.plots.curves import legend, line_chart
 from gossamer.report.plots.style import check_matplotlib, write_text
 from gossamer.report.plots.timeline import timeline_figure, timeline_note
@@ -83,6 +84,7 @@ def _columns(groups: Sequence[Group]) -> list[Column]:
         ("MB per step", lambda r: f"{r['bytes_per_step'] / 1e6:.3g}"),
         ("waiting", known("waiting", lambda v: f"{v:.0%}")),
         ("consensus distance", known("consensus_distance", lambda v: f"{v:.2g}")),
+        (f"noise scale, {rows[0]['unit']}", known("noise_scale", rounded)),
     ]
     return [c for c in columns if any(c[1](r) != "–" for r in rows)]
 
@@ -101,7 +103,9 @@ def _note(groups: Sequence[Group]) -> str:
     text += "Quality is that of the averaged model; ± is the standard deviation over seeds. Consensus distance is the "
     text += "root mean square distance of the workers' parameters to their mean. "
     text += f"Times are {_each(_times(r.clock) for r in runs)}. "
-    return text + "MB per step is what one worker sends."
+    text += "MB per step is what one worker sends. "
+    line = noise_line(groups)
+    return text + line[0].upper() + line[1:]
 
 
 def _each(texts: Iterable[str]) -> str:

@@ -95,6 +95,22 @@ class Run:
         spans = [s for s in recorded if s.category != "exchange"]
         return sum(s.seconds for s in spans if s.category == "wait") / sum(s.seconds for s in spans) if spans else None
 
+    @property
+    def noise_scale(self) -> float | None:
+        """The task's noise scale in its unit: the median of the evaluations, infinite where no signal was found.
+
+        None if it was not measured.
+        """
+        shares = [(e, float(e.get("noise_share", math.nan))) for e in self.evaluations]
+        found = [math.inf if share == 1 else float(e["noise_scale"]) for e, share in shares if math.isfinite(share)]
+        return statistics.median(found) if found else None
+
+    @property
+    def batches(self) -> tuple[float, float] | None:
+        """The mean batch of a replica and that of all workers in a step, in the task's unit; None in old runs."""
+        last = self.evaluations[-1]
+        return (last["replica_batch"], last["global_batch"]) if "replica_batch" in last else None
+
     def final(self, name: str, of: str = "averaged") -> float:
         """Return a value of the last evaluation, of the averaged model or of worker 0's (`of="local"`)."""
         return float(self.evaluations[-1][of][name])
@@ -260,6 +276,12 @@ class Group:
     def step_time(self) -> float:
         return statistics.fmean(r.step_time for r in self.runs)
 
+    @property
+    def noise_scale(self) -> float | None:
+        """The median over the runs that measured it; None if there is none."""
+        found = [r.noise_scale for r in self.runs if r.noise_scale is not None]
+        return statistics.median(found) if found else None
+
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
     """Group runs by method and by everything else that differs: configuration, clock, learning rates of one method.
@@ -348,6 +370,7 @@ def summary(groups: Sequence[Group]) -> list[dict[str, Any]]:
         seconds, base_seconds = g.step_time * steps, base.step_time * base.runs[0].step
         to_target = statistics.fmean(t for t in times if t is not None) if None not in times else None
         distance = statistics.fmean(r.evaluations[-1]["consensus_distance"] for r in g.runs)
+        batches = g.runs[0].batches or (None, None)
         rows.append(
             {
                 "method": g.label,
@@ -368,6 +391,10 @@ def summary(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 "bytes_per_step": statistics.fmean(e["bytes"] / e["step"] for e in ends),
                 "waiting": None if None in waits else statistics.fmean(w for w in waits if w is not None),
                 "consensus_distance": None if math.isnan(distance) else distance,
+                "noise_scale": g.noise_scale,
+                "replica_batch": batches[0],
+                "global_batch": batches[1],
+                "unit": g.runs[0].content.get("unit"),
                 "clock": g.runs[0].clock["kind"],
                 "predicted_step_seconds": g.runs[0].content.get("predicted_step_seconds"),
             }
