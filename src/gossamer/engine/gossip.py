@@ -6,7 +6,7 @@ import atexit
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +16,7 @@ from torch import nn
 
 from gossamer.comm import ChannelId, Job, Purpose, Transport
 from gossamer.engine.averages import Control, distance, hold_mean, keep_mean
+from gossamer.engine.clipping import GradientClipper
 from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.lane import Lane
 from gossamer.engine.module_hooks import watch_forward, watch_loads
@@ -76,6 +77,7 @@ class Gossip:
         self._distance: float | None = None  # the consensus distance when it was last measured exactly
         self._apart = False  # the workers' parameters have differed
         self._equal_at: int | None = None  # steps at which they were equal
+        self._clippers: dict[str, GradientClipper] = {}  # by the part of the model
         self._undo: list[Callable[[], None]] = []
         for lane in lanes:
             lane.keeps_alive.append(self)
@@ -133,6 +135,7 @@ class Gossip:
             "replicas": self.replicas,
             "topology": self.lanes[0].schedule.topology.name,
             "lanes": [lane.state_dict() for lane in self.lanes],
+            "clipping": {part: clipper.state_dict() for part, clipper in self._clippers.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -286,20 +289,29 @@ class Gossip:
         return self.lanes[0].schedule.topology.n
 
     def clip_grad_norm_(
-        self, max_norm: float, *, error_if_nonfinite: bool = False, foreach: bool | None = None
+        self,
+        max_norm: float,
+        parameters: Iterable[nn.Parameter] | None = None,
+        *,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
     ) -> torch.Tensor:
-        """Clip the norm of all gradients of this worker's model at `max_norm` times √replicas; returns the norm. Local.
+        """Clip this worker's gradients as all-reduce would at `max_norm`; return their norm. Local.
 
-        `max_norm` is the threshold for all-reduce. The norm of a local gradient is up to √replicas times that of the
-        averaged gradient, so `torch.nn.utils.clip_grad_norm_` with the same threshold would clip nearly every step.
-        Call it where you call torch's: before `optimizer.step()`, and after `GradScaler.unscale_()`.
+        The norm of a local gradient is up to √replicas times that of the averaged gradient, so
+        `torch.nn.utils.clip_grad_norm_` with the threshold of all-reduce would clip nearly every step. This call
+        estimates the norm of the averaged gradient from this worker's own gradients and clips where that exceeds
+        `max_norm`. Call it once per step where you call torch's: before `optimizer.step()`, and after
+        `GradScaler.unscale_()`. `parameters` clips a part of the model by its own norm; default: all parameters.
         """
-        return nn.utils.clip_grad_norm_(
-            self.model.parameters(),
-            max_norm * self.replicas**0.5,
-            error_if_nonfinite=error_if_nonfinite,
-            foreach=foreach,
-        )
+        every = list(self.model.parameters())
+        chosen = every if parameters is None else list(parameters)
+        if not chosen:
+            raise InputError("clip_grad_norm_() was given no parameters to clip; leave `parameters` out to clip all")
+        places = {id(p): i for i, p in enumerate(every)}
+        key = f"{places.get(id(chosen[0]), -1)}+{len(chosen)}"  # the same part in a resumed run
+        clipper = self._clippers.setdefault(key, GradientClipper())
+        return clipper.clip(chosen, max_norm, self.replicas, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
 
     def stats(self) -> dict[str, Any]:
         """Steps, rounds, bytes sent, and seconds waited by peer and by link, summed over the lanes. Local.
@@ -480,6 +492,10 @@ class Gossip:
     def _load(self, state: dict[str, Any]) -> None:
         for lane, saved in zip(self.lanes, state["lanes"], strict=True):
             lane.load_state_dict(saved)
+        self._clippers = {}
+        for part, saved in state["clipping"].items():
+            self._clippers[part] = GradientClipper()
+            self._clippers[part].load_state_dict(saved)
 
     def _stop(self, drain: float) -> None:
         if not self._open:

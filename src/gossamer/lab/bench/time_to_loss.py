@@ -109,7 +109,6 @@ def learn(rank: int, run: LearningRun) -> dict[str, Any]:
             optimizer,
             topology=run.method.topology or "aer",
             algorithm=gossamer.algorithm(run.method.algorithm),
-            gradients="worker",
             wire=run.method.wire,
             exchange=gossamer.Exchange(bucket_mib=run.bucket_mb),
             gradients=run.gradients,
