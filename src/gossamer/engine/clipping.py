@@ -30,15 +30,23 @@ class GradientClipper:
 
     def __init__(self) -> None:
         self._before: Tensor | None = None  # the sample of the gradient of the step before
-        self._noise: Tensor | None = None  # running sum of noise, and of its weights
+        self._noise: Tensor | None = None  # running sum of the noise, and of its weights
         self._weight = 0.0
 
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, replicas: int, **options: Any) -> Tensor:
+    def clip(
+        self,
+        parameters: Sequence[nn.Parameter],
+        max_norm: float,
+        replicas: int,
+        *,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
         """Clip in place; return the norm of the replica's own gradient before."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients, **options)
+        norm: Tensor = nn.utils.get_total_norm(gradients, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
         averaged = self._averaged_norm(parameters, norm, replicas) if gradients and replicas > 1 else norm
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, averaged, options.get("foreach"))
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, averaged, foreach)
         return norm
 
     @torch.no_grad()
@@ -46,20 +54,18 @@ class GradientClipper:
         if hasattr(norm, "full_tensor"):  # shards: the workers of a replica have different samples
             return norm / replicas**0.5
         power = norm.float().square()
+        usual = torch.zeros_like(power) if self._noise is None else self._noise / self._weight
+        averaged = torch.maximum(power - (1 - 1 / replicas) * usual, power / replicas).sqrt()
         sample = _sample(parameters)
-        expected = 0.0 if self._noise is None else self._noise / self._weight
-        averaged = torch.maximum(power - (1 - 1 / replicas) * expected, power / replicas).sqrt()
+        before = torch.zeros_like(sample) if self._before is None else self._before
         if self._before is not None:
-            similar = nn.functional.cosine_similarity(sample, self._before, dim=0).abs()
-            noise = power * (1 - similar)
-            if self._noise is None:
-                total = (1 - _MEMORY) * noise
-            else:
-                total = _MEMORY * self._noise + (1 - _MEMORY) * torch.minimum(noise, _SPIKE * expected)
-            usual = self._noise if self._noise is not None else torch.zeros_like(total)
-            self._noise = torch.where(total.isfinite(), total, usual)  # an overflow leaves the estimate as it was
-            self._weight = _MEMORY * self._weight + 1 - _MEMORY
-        self._before = torch.where(sample.isfinite().all(), sample, self._before if self._before is not None else 0.0)
+            noise = power * (1 - nn.functional.cosine_similarity(sample, before, dim=0).abs())
+            if self._noise is not None:
+                noise = torch.minimum(noise, _SPIKE * usual)
+            noise = torch.where(noise.isfinite(), noise, usual)  # an overflow leaves the estimate as it was
+            self._noise = (1 - _MEMORY) * noise + _MEMORY * self._weight * usual
+            self._weight = 1 - _MEMORY + _MEMORY * self._weight
+        self._before = torch.where(sample.isfinite().all(), sample, before)
         return averaged
 
     def state_dict(self) -> dict[str, Any]:
