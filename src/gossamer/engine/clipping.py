@@ -52,7 +52,8 @@ class GradientClipper:
     @torch.no_grad()
     def _averaged_norm(self, parameters: Sequence[nn.Parameter], norm: Tensor, replicas: int) -> Tensor:
         if hasattr(norm, "full_tensor"):  # shards: the workers of a replica have different samples
-            return norm / replicas**0.5
+            shared: Tensor = norm / replicas**0.5
+            return shared
         power = norm.float().square()
         usual = torch.zeros_like(power) if self._noise is None else self._noise / self._weight
         averaged = torch.maximum(power - (1 - 1 / replicas) * usual, power / replicas).sqrt()
