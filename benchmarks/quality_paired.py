@@ -52,6 +52,8 @@ SETTINGS: Settings = {
     "dadam:aer inside": {"method": "dadam:aer"} | INSIDE,
     "accumadam:aer": {"method": "accumadam:aer"},
     "accumadam:aer inside": {"method": "accumadam:aer"} | INSIDE,
+    "gossipadam:aer, clipped at √replicas times the threshold": corrected(clipping="√replicas"),
+    "gossipadam:aer, clipped at the threshold": corrected(clipping="threshold"),
     "gossipadam:aer, discount 2": corrected(discount=2.0),
     "all-reduce, GossipAdam, discount 2": {"method": "ddp", "optimizer": "gossipadam", "discount": 2.0},
     "gossipadam:aer, atc": corrected(combine="atc"),
@@ -128,7 +130,7 @@ def table(found: tables.Found, metric: str) -> str:
         f"{first['parameters']:,} parameters, betas {list(config['betas'])}, {config['warmup']} warm-up steps, "
         f"{config['schedule']} schedule, {options}. "
         f"Every setting at learning rate {config['lr']:g}; gradients clipped at norm {config['clip']:g} under "
-        "all-reduce, and at √replicas times that by gossip. `inside`: gradients averaged exactly inside a node. Loss "
+        "all-reduce, and by gossip where the averaged gradient is estimated to exceed that. `inside`: gradients averaged exactly inside a node. Loss "
         "and metric are those of the averaged model at the end: mean ± standard deviation. Differences of the loss are "
         f"paired by seed: mean [95 % interval by Student's t]. Seeds {', '.join(map(str, seeds))}: none was used "
         "to choose anything. With one replica GossipAdam is Adam, so all-reduce with the same optimizer is the base.",

@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import gossamer
 from gossamer.jobs.clock import described_cluster, simulated
 from gossamer.predict.methods import parse
 from gossamer.recipes.config import RunConfig, make_config
@@ -28,6 +30,14 @@ from gossamer.recipes.run import make_strategy
 from gossamer.recipes.task import make_task
 
 POINTS = 60  # of a training curve
+
+
+def _at(factor: Callable[[int], float]) -> Callable[[gossamer.Gossip, float], Tensor]:
+    """Clip a worker's own gradient at `factor(replicas)` times the threshold of all-reduce."""
+    return lambda gossip, norm: nn.utils.clip_grad_norm_(gossip.model.parameters(), norm * factor(gossip.replicas))
+
+
+CLIPPING = {"threshold": _at(lambda replicas: 1.0), "√replicas": _at(lambda replicas: replicas**0.5)}
 
 
 class Flat(nn.Module):
@@ -102,7 +112,12 @@ def task_of(config: RunConfig) -> Any:
 
 
 def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Train as the configuration says, unless the file has it; what came out, {"diverged": why} included."""
+    """Train as the configuration says, unless the file has it; what came out, {"diverged": why} included.
+
+    `values` may hold a rule of CLIPPING, which then takes the place of `gossip.clip_grad_norm_`.
+    """
+    values = dict(values)
+    rule = CLIPPING.get(values.pop("clipping", ""))
     config = make_config({"virtual": True, "batched": "on", **values})
     said = {k: v for k, v in config.model_dump(mode="json").items() if k in _SAID}
     if file.exists():
@@ -123,7 +138,11 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     outcome: dict[str, Any] = {"step_seconds": clock["step_seconds"]}
     progress = Progress()
     try:
-        with sdpa_kernel(SDPBackend.MATH):  # vmap knows its operations and would loop over the fused ones
+        clip = rule or gossamer.Gossip.clip_grad_norm_
+        with (
+            patch.object(gossamer.Gossip, "clip_grad_norm_", clip),
+            sdpa_kernel(SDPBackend.MATH),
+        ):  # vmap knows its operations and would loop over the fused ones
             train(
                 task,
                 strategy,

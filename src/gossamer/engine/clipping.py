@@ -26,7 +26,7 @@ class GradientClipper:
     # Note [Why clipping needs the noise]
     #     Clipping at `max_norm` would clip nearly every step where noise dominates, because all-reduce's norm is √R
     #     times smaller. Clipping at √R times `max_norm` would not clip where signal dominates, early in training and in
-    #     spikes, which are what clipping is for: benchmarks/records/quality-clipping.
+    #     spikes, which are what clipping is for: benchmarks/records/quality-paired-lm.
 
     def __init__(self) -> None:
         self._before: Tensor | None = None  # the sample of the gradient of the step before

@@ -61,7 +61,7 @@ class RunConfig(BaseModel):
     micro_batches: Count = 1
     """Batches whose gradients are averaged before each step."""
     clip: Annotated[float, Field(ge=0)] = 1.0
-    """Largest global gradient norm under all-reduce; gossip clips at sqrt(replicas) times it. 0 disables clipping."""
+    """Largest global norm of the averaged gradient, which gossip estimates. 0 disables clipping."""
     amp: bool = False
     """Use bfloat16 in forward and backward; parameters and optimizer stay in fp32."""
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
