@@ -130,8 +130,8 @@ def table(found: tables.Found, metric: str) -> str:
         f"{first['parameters']:,} parameters, betas {list(config['betas'])}, {config['warmup']} warm-up steps, "
         f"{config['schedule']} schedule, {options}. "
         f"Every setting at learning rate {config['lr']:g}; gradients clipped at norm {config['clip']:g} under "
-        "all-reduce, and by gossip where the averaged gradient is estimated to exceed that. `inside`: gradients averaged exactly inside a node. Loss "
-        "and metric are those of the averaged model at the end: mean ± standard deviation. Differences of the loss are "
+        "all-reduce, and by gossip where the averaged gradient is estimated to exceed that. `inside`: gradients "
+        "averaged exactly inside a node. Loss and metric are those of the averaged model at the end: mean ± standard deviation. Differences of the loss are "
         f"paired by seed: mean [95 % interval by Student's t]. Seeds {', '.join(map(str, seeds))}: none was used "
         "to choose anything. With one replica GossipAdam is Adam, so all-reduce with the same optimizer is the base.",
         "",

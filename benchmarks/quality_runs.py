@@ -141,8 +141,8 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
         clip = rule or gossamer.Gossip.clip_grad_norm_
         with (
             patch.object(gossamer.Gossip, "clip_grad_norm_", clip),
-            sdpa_kernel(SDPBackend.MATH),
-        ):  # vmap knows its operations and would loop over the fused ones
+            sdpa_kernel(SDPBackend.MATH),  # vmap knows its operations and would loop over the fused ones
+        ):
             train(
                 task,
                 strategy,
