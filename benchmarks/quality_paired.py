@@ -131,9 +131,10 @@ def table(found: tables.Found, metric: str) -> str:
         f"{config['schedule']} schedule, {options}. "
         f"Every setting at learning rate {config['lr']:g}; gradients clipped at norm {config['clip']:g} under "
         "all-reduce, and by gossip where the averaged gradient is estimated to exceed that. `inside`: gradients "
-        "averaged exactly inside a node. Loss and metric are those of the averaged model at the end: mean ± standard deviation. Differences of the loss are "
-        f"paired by seed: mean [95 % interval by Student's t]. Seeds {', '.join(map(str, seeds))}: none was used "
-        "to choose anything. With one replica GossipAdam is Adam, so all-reduce with the same optimizer is the base.",
+        "averaged exactly inside a node. Loss and metric are those of the averaged model at the end: mean ± standard "
+        "deviation. Differences of the loss are paired by seed: mean [95 % interval by Student's t]. "
+        f"Seeds {', '.join(map(str, seeds))}: none was used to choose anything. With one replica GossipAdam is Adam, so "
+        "all-reduce with the same optimizer is the base.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
