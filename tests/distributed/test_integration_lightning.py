@@ -202,20 +202,19 @@ def test_a_checkpoint_of_a_failing_worker_waits_for_nobody(pools, tmp_path):
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("asynchronous", "algorithm 'ad-psgd' lets every worker step at its own pace, but Lightning gives all"),
-        ("a policy", "algorithm 'a2cid2' lets every worker step at its own pace"),
-        ("elastic", "on_failure='continue' makes the job elastic, but Lightning's samplers"),
-        ("elastic in Fabric", "makes the job elastic, but Lightning's samplers"),
+        ("asynchronous", "algorithm 'ad-psgd' lets every worker step at its own pace, but Lightning meets all"),
+        ("a policy", "lets every worker step at its own pace"),
+        ("elastic", "on_failure='continue' cannot work in Lightning: its process group is fixed"),
+        ("elastic in Fabric", "cannot work in Lightning: its process group is fixed"),
         (
             "unknown",
             "GossipStrategy has no argument 'find_unused_parameters'; besides those of Lightning it takes",
         ),
         ("topology", "donut"),
-        (
-            "wrapped",
-            "the model is wrapped twice: its module 'net' is a DistributedDataParallel; pass",
-        ),
-        ("wrapped in Fabric", "FabricGossipStrategy averages parameters itself, but the model is wrapped twice: it is"),
+        ("process group", "gossips with all workers of the job, which begin with the parameters of worker 0; leave"),
+        ("wrapped", "module 'net' of the model is already wrapped in DistributedDataParallel; pass the bare module"),
+        ("wrapped in Fabric", "Lightning replaces DDP, but the model is already wrapped in DistributedDataParallel"),
+        ("sharded", "Lightning saves and restores whole models, but parameter 'net.0.weight' is sharded"),
         ("sync_batchnorm", "Trainer(sync_batchnorm=True) makes all workers wait for each other in every forward pass"),
         ("optimizer alone", "sets up a model and its optimizers together; call fabric.setup(model, optimizer) instead"),
         ("model alone", "0 models gossip, and `gossip` needs exactly one"),
@@ -229,7 +228,7 @@ def test_bad_input_is_one_sentence(pools, what, sentence):
 @pytest.mark.parametrize(
     ("found", "sentence"),
     [
-        (None, "needs lightning, which is not installed: pip install 'gossamer[lightning]'"),
+        (None, "needs lightning, which is not installed: pip install 'lightning>=2.5', or '.[lightning]' in a clone"),
         ("2.4.1", "needs lightning 2.5 or newer and was tested with 2.6.6, but 2.4.1 is installed"),
     ],
 )

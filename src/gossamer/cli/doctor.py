@@ -25,14 +25,14 @@ app = command_app()
 
 PACKAGES = {  # distribution: (needed to run at all, how to get it)
     "torch": (True, "pip install 'torch>=2.6'"),
-    "numpy": (True, "pip install gossamer"),
-    "scipy": (True, "pip install gossamer"),
-    "networkx": (True, "pip install gossamer"),
-    "pydantic": (True, "pip install gossamer"),
-    "rich": (True, "pip install gossamer"),
-    "typer": (True, "pip install gossamer"),
-    "matplotlib": (False, "pip install 'gossamer[plot]'"),
-    "decent-dp": (False, "pip install 'gossamer[bench]'"),
+    "numpy": (True, "pip install numpy"),
+    "scipy": (True, "pip install scipy"),
+    "networkx": (True, "pip install networkx"),
+    "pydantic": (True, "pip install pydantic"),
+    "rich": (True, "pip install rich"),
+    "typer": (True, "pip install typer"),
+    "matplotlib": (False, "pip install matplotlib"),
+    "decent-dp": (False, "pip install decent-dp==0.2.3"),
 }
 OLDEST_TORCH = (2, 6)
 
