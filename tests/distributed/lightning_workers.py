@@ -352,6 +352,7 @@ def refused(rank, what):
         "elastic": lambda: GossipStrategy(on_failure="continue"),
         "elastic in Fabric": lambda: FabricGossipStrategy(on_failure=gossamer.Continue()),
         "process group": lambda: GossipStrategy(process_group=None),
+        "timeout": lambda: GossipStrategy(timeout="soon"),
         "unknown": lambda: GossipStrategy(find_unused_parameters=True),
         "topology": lambda: trainer(strategy_of({"topology": "donut"})).fit(Regression(small()), data),
         "wrapped": lambda: trainer(strategy_of({})).fit(Wrapped(small()), data),

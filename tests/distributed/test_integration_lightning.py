@@ -210,8 +210,12 @@ def test_a_checkpoint_of_a_failing_worker_waits_for_nobody(pools, tmp_path):
             "unknown",
             "GossipStrategy has no argument 'find_unused_parameters'; besides those of Lightning it takes",
         ),
+        ("timeout", "timeout must be a positive duration (seconds or a timedelta), got 'soon'"),
         ("topology", "donut"),
-        ("process group", "gossips with all workers of the job, which begin with the parameters of worker 0; leave"),
+        (
+            "process group",
+            "gossip in Lightning is among all workers of the job, which begin with the parameters of worker 0",
+        ),
         ("wrapped", "module 'net' of the model is already wrapped in DistributedDataParallel; pass the bare module"),
         ("wrapped in Fabric", "Lightning replaces DDP, but the model is already wrapped in DistributedDataParallel"),
         ("sharded", "Lightning saves and restores whole models, but parameter 'net.0.weight' is sharded"),

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 import gossamer
-from gossamer import ADPSGD, A2CiD2, InputError
+from gossamer import ADPSGD, A2CiD2, Continue, InputError
 
 NAMES = [name for name in inspect.signature(gossamer.decentralize).parameters if name not in ("model", "optimizer")]
 FIXED = ("process_group", "broadcast")
@@ -28,23 +28,23 @@ def check_settings(framework: str, settings: Mapping[str, Any], *, steps_togethe
 
     `steps_together`: the framework meets all workers at the same steps, so that asynchronous algorithms do not fit.
     """
-    if settings.get("on_failure", "raise") != "raise":
+    failure = settings.get("on_failure")
+    if failure == "continue" or isinstance(failure, Continue):
         raise InputError(
-            f"on_failure={settings['on_failure']!r} cannot work in {framework}: its process group is fixed, so its own "
-            "collective calls fail once a worker is dead; leave it out and resume from a checkpoint, or "
-            f"{OWN_LOOP}"
+            f"on_failure={failure!r} cannot work in {framework}: its process group is fixed, so its own "
+            f"collective calls fail once a worker is dead; leave it out and resume from a checkpoint, or {OWN_LOOP}"
         )
     if steps_together and is_asynchronous(settings):
         raise InputError(
             f"algorithm {settings['algorithm']!r} lets every worker step at its own pace, but {framework} meets all "
-            f"workers at the same steps; use 'awc' (with AWC(staleness=...) against slow workers) or 'atc', or "
+            "workers at the same steps; use 'awc' (with AWC(staleness=...) against slow workers) or 'atc', or "
             f"{OWN_LOOP}"
         )
     for name in FIXED:
         if name in settings:
             raise InputError(
-                f"{framework} gossips with all workers of the job, which begin with the parameters of worker 0; leave "
-                f"{name}= out, or {OWN_LOOP}"
+                f"gossip in {framework} is among all workers of the job, which begin with the parameters of worker 0; "
+                f"leave {name}= out, or {OWN_LOOP}"
             )
 
 

@@ -36,4 +36,7 @@ def checked(strategy: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_timedelta(timeout: float | timedelta) -> timedelta:
     """The time limit of `decentralize` as torch's process groups take it."""
-    return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    try:
+        return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"timeout must be a positive duration (seconds or a timedelta), got {timeout!r}") from None
