@@ -198,6 +198,31 @@ def test_the_plain_files_hold_the_mean(pools, tmp_path):
         assert all(torch.equal(plain[name], mean[name]) for name in mean)
 
 
+def saves_tied_weights(rank, folder):
+    with fresh_accelerate():
+        accelerator = accelerator_of({})
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        model[1].weight = model[0].weight
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        model(torch.ones(2, 6) + rank).square().sum().backward()
+        optimizer.step()
+        state = accelerator.get_state_dict(model)
+        own = {p.data_ptr() for p in model.parameters()}
+        copied = own.isdisjoint(value.data_ptr() for value in state.values())
+        accelerator.save_model(model, folder)
+        accelerator.end_training()
+        return copied, state["0.weight"].data_ptr() == state["1.weight"].data_ptr(), model.state_dict()
+
+
+def test_tied_weights_are_saved_once(pools, tmp_path):
+    for copied, tied, state in pools(2).run(saves_tied_weights, str(tmp_path)):
+        assert copied
+        assert tied
+        plain = load_file(tmp_path / "model.safetensors")
+        assert len(plain) == 3
+        assert all(torch.equal(value, state[name]) for name, value in plain.items())
+
+
 def loaded(rank, folder, settings):
     with fresh_accelerate():
         return loaded_here(folder, settings)
