@@ -18,6 +18,8 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnException
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 from workers import vector
 
@@ -339,15 +341,22 @@ def refused(rank, what):
             if not isinstance(self.net, nn.parallel.DistributedDataParallel):
                 self.net = nn.parallel.DistributedDataParallel(self.net)
 
+    class Sharded(Regression):
+        def configure_model(self):
+            fully_shard(self.net[0], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
     data = DataLoader(dataset(1), 4)
     cases = {
         "asynchronous": lambda: GossipStrategy(algorithm="ad-psgd"),
         "a policy": lambda: FabricGossipStrategy(algorithm=gossamer.A2CiD2(rate=2.0)),
         "elastic": lambda: GossipStrategy(on_failure="continue"),
         "elastic in Fabric": lambda: FabricGossipStrategy(on_failure=gossamer.Continue()),
+        "process group": lambda: GossipStrategy(process_group=None),
+        "timeout": lambda: GossipStrategy(timeout="soon"),
         "unknown": lambda: GossipStrategy(find_unused_parameters=True),
         "topology": lambda: trainer(strategy_of({"topology": "donut"})).fit(Regression(small()), data),
         "wrapped": lambda: trainer(strategy_of({})).fit(Wrapped(small()), data),
+        "sharded": lambda: trainer(strategy_of({})).fit(Sharded(small()), data),
         "wrapped in Fabric": lambda: fabric(FabricGossipStrategy()).setup(
             nn.parallel.DistributedDataParallel(small()), torch.optim.SGD(small().parameters(), lr=0.1)
         ),

@@ -101,20 +101,27 @@ def test_the_loss_falls(pools):
 
 
 def clipped(rank, gradients):
+    """The norm of the first gradient, and those of the first and the fourth after clipping."""
     with fresh_accelerate():
         accelerator = accelerator_of({"gradients": gradients})
         model, *_ = accelerator.prepare(*objects())
-        (100 * model(torch.ones(2, 6) + rank).square().sum()).backward()
-        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
-        left = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-        return float(norm), float(left)
+        left = []
+        for step in range(4):
+            source = torch.Generator().manual_seed(step)  # alike in all workers; the gradients differ from step to step
+            for p in model.parameters():
+                p.grad = 100 * torch.randn(p.shape, generator=source)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            left.append(float(torch.stack([p.grad.norm() for p in model.parameters()]).norm()))
+        return float(norm), left[0], left[3]
 
 
 @pytest.mark.parametrize(("gradients", "replicas"), [("worker", 4), ("node", 2), ("auto", 2)])
-def test_clips_at_the_threshold_of_all_reduce(pools, gradients, replicas):
-    for norm, left in pools(2, 2).run(clipped, gradients):
+def test_clips_by_the_handle_at_the_threshold_of_all_reduce(pools, gradients, replicas):
+    """In the first step nothing is known of the noise; in the second it fills the gradient, which all-reduce averages."""
+    for norm, first, second in pools(2, 2).run(clipped, gradients):
         assert norm > 10
-        assert left == pytest.approx(0.5 * replicas**0.5, rel=1e-3)
+        assert first == pytest.approx(0.5, rel=1e-3)
+        assert 0.5 * 1.01 < second <= 0.5 * replicas**0.5 * 1.001
 
 
 def accumulated(rank):
@@ -198,6 +205,31 @@ def test_the_plain_files_hold_the_mean(pools, tmp_path):
         plain = load_file(file)
         assert plain.keys() == mean.keys()
         assert all(torch.equal(plain[name], mean[name]) for name in mean)
+
+
+def saves_tied_weights(rank, folder):
+    with fresh_accelerate():
+        accelerator = accelerator_of({})
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        model[1].weight = model[0].weight
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        model(torch.ones(2, 6) + rank).square().sum().backward()
+        optimizer.step()
+        state = accelerator.get_state_dict(model)
+        own = {p.data_ptr() for p in model.parameters()}
+        copied = own.isdisjoint(value.data_ptr() for value in state.values())
+        accelerator.save_model(model, folder)
+        accelerator.end_training()
+        return copied, state["0.weight"].data_ptr() == state["1.weight"].data_ptr(), model.state_dict()
+
+
+def test_tied_weights_are_saved_once(pools, tmp_path):
+    for copied, tied, state in pools(2).run(saves_tied_weights, str(tmp_path)):
+        assert copied
+        assert tied
+        plain = load_file(tmp_path / "model.safetensors")
+        assert len(plain) == 3
+        assert all(torch.equal(value, state[name]) for name, value in plain.items())
 
 
 def loaded(rank, folder, settings):

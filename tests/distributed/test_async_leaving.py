@@ -46,7 +46,8 @@ def test_a_worker_that_leaves_before_its_first_exchange_is_missed_at_once(pools,
     for rank in (0, 2):
         kind, message, took = results[rank]
         assert kind == "PeerError"
-        assert f"worker {rank} lost worker 1" in message
+        # the other worker may have ended as well by the time this one connects to it: worker 1 is named anyway
+        assert f"worker {rank} lost worker 1" in message or "it did not connect; worker 1 has failed" in message
         assert "\n" not in message
         assert took < QUICK
 

@@ -81,7 +81,8 @@ def test_the_clipping_threshold_is_that_of_ddp(pools):
     ours = pools(2, 2).run(call, "fit", {"topology": "aer"}, gradient_clip_val=1e-3)
     for a, b in zip(ours, ddp, strict=True):
         assert b["norms"] == pytest.approx([1e-3] * 8, rel=1e-3)
-        assert a["norms"] == pytest.approx([math.sqrt(4) * 1e-3] * 8, rel=1e-3)
+        assert a["norms"][0] == pytest.approx(1e-3, rel=1e-3)  # nothing is known of the noise yet
+        assert all(0.999e-3 < norm < 1.001e-3 * math.sqrt(4) for norm in a["norms"])
 
 
 def test_a_batch_calls_no_collective_of_the_default_group(pools):
@@ -202,20 +203,23 @@ def test_a_checkpoint_of_a_failing_worker_waits_for_nobody(pools, tmp_path):
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("asynchronous", "algorithm 'ad-psgd' lets every worker step at its own pace, but Lightning gives all"),
-        ("a policy", "algorithm 'a2cid2' lets every worker step at its own pace"),
-        ("elastic", "on_failure='continue' makes the job elastic, but Lightning's samplers"),
-        ("elastic in Fabric", "makes the job elastic, but Lightning's samplers"),
+        ("asynchronous", "algorithm 'ad-psgd' lets every worker step at its own pace, but Lightning meets all"),
+        ("a policy", "lets every worker step at its own pace"),
+        ("elastic", "on_failure='continue' cannot work in Lightning: its process group is fixed"),
+        ("elastic in Fabric", "cannot work in Lightning: its process group is fixed"),
         (
             "unknown",
             "GossipStrategy has no argument 'find_unused_parameters'; besides those of Lightning it takes",
         ),
+        ("timeout", "timeout must be a positive duration (seconds or a timedelta), got 'soon'"),
         ("topology", "donut"),
         (
-            "wrapped",
-            "the model is wrapped twice: its module 'net' is a DistributedDataParallel; pass",
+            "process group",
+            "gossip in Lightning is among all workers of the job, which begin with the parameters of worker 0",
         ),
-        ("wrapped in Fabric", "FabricGossipStrategy averages parameters itself, but the model is wrapped twice: it is"),
+        ("wrapped", "module 'net' of the model is already wrapped in DistributedDataParallel; pass the bare module"),
+        ("wrapped in Fabric", "Lightning replaces DDP, but the model is already wrapped in DistributedDataParallel"),
+        ("sharded", "Lightning saves and restores whole models, but parameter 'net.0.weight' is sharded"),
         ("sync_batchnorm", "Trainer(sync_batchnorm=True) makes all workers wait for each other in every forward pass"),
         ("optimizer alone", "sets up a model and its optimizers together; call fabric.setup(model, optimizer) instead"),
         ("model alone", "0 models gossip, and `gossip` needs exactly one"),
@@ -229,7 +233,7 @@ def test_bad_input_is_one_sentence(pools, what, sentence):
 @pytest.mark.parametrize(
     ("found", "sentence"),
     [
-        (None, "needs lightning, which is not installed: pip install 'gossamer[lightning]'"),
+        (None, "needs lightning, which is not installed: pip install 'lightning>=2.5', or '.[lightning]' in a clone"),
         ("2.4.1", "needs lightning 2.5 or newer and was tested with 2.6.6, but 2.4.1 is installed"),
     ],
 )
@@ -263,7 +267,8 @@ def test_fabric_by_name_learns_and_clips_as_ddp(pools):
     for result in results:
         assert sum(result["losses"][-4:]) < 0.6 * sum(result["losses"][:4])
     clipped = pools(2, 2).run(call, "fabric_loop", "gossamer", clip=1e-3)
-    assert all(r["norms"] == pytest.approx([2e-3] * 12, rel=1e-3) for r in clipped)
+    assert all(r["norms"][0] == pytest.approx(1e-3, rel=1e-3) for r in clipped)
+    assert all(0.999e-3 < norm < 1.001e-3 * math.sqrt(4) for r in clipped for norm in r["norms"])
 
 
 def test_fabric_saves_the_mean_and_resumes_bit_by_bit(pools, tmp_path):
@@ -297,9 +302,9 @@ def test_fabric_trains_several_models(pools, tmp_path):
 def test_the_blocks_of_the_page_run_as_one_program(pools, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)
     assert len(blocks) == 4
-    printed = pools(2, 2).run(call, "run_blocks", blocks, str(tmp_path))
-    assert re.search(r"^4 workers: validation loss \d\.\d+$", printed[0], re.M), printed[0]
+    printed = pools(2).run(call, "run_blocks", blocks, str(tmp_path))
+    assert re.search(r"^2 workers: validation loss \d\.\d+$", printed[0], re.M), printed[0]
     assert re.search(r"^loss \d\.\d+ of the last batch$", printed[0], re.M), printed[0]
     names = {path.name for path in tmp_path.iterdir()}
     assert {"checkpoints", "fabric.ckpt", "fabric.ckpt.workers"} <= names
-    assert len(list((tmp_path / "checkpoints").glob("last.ckpt.workers/*/worker-0000?.ckpt"))) == 4
+    assert len(list((tmp_path / "checkpoints").glob("last.ckpt.workers/*/worker-0000?.ckpt"))) == 2

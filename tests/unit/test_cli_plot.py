@@ -165,7 +165,7 @@ def test_missing_matplotlib_names_the_extra_before_any_work(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(line.split()) == 2
     err = capsys.readouterr().err
-    assert err == "gossamer: error: plots need matplotlib, which is missing; run pip install 'gossamer[plot]'\n"
+    assert err == "gossamer: error: plots need matplotlib, which is missing; run pip install matplotlib\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -115,7 +115,7 @@ def test_without_ray_the_error_names_the_extra(monkeypatch):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(_frameworks, "import_module", missing)
-    with pytest.raises(gossamer.InputError, match=r"pip install 'gossamer\[ray\]'"):
+    with pytest.raises(gossamer.InputError, match=r"pip install 'ray\[train\]>=2\.40', or '\.\[ray\]' in a clone"):
         on_ray.run_elastic(print, workers=2)
 
 

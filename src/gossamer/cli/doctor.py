@@ -23,17 +23,12 @@ if TYPE_CHECKING:
 
 app = command_app()
 
-PACKAGES = {  # distribution: (needed to run at all, how to get it)
-    "torch": (True, "pip install 'torch>=2.6'"),
-    "numpy": (True, "pip install gossamer"),
-    "scipy": (True, "pip install gossamer"),
-    "networkx": (True, "pip install gossamer"),
-    "pydantic": (True, "pip install gossamer"),
-    "rich": (True, "pip install gossamer"),
-    "typer": (True, "pip install gossamer"),
-    "matplotlib": (False, "pip install 'gossamer[plot]'"),
-    "decent-dp": (False, "pip install 'gossamer[bench]'"),
-}
+NEEDED = ("torch", "numpy", "scipy", "networkx", "pydantic", "rich", "typer")
+OPTIONAL = (
+    *("matplotlib", "scikit-learn", "tokenizers", "sacrebleu", "pillow", "tensorboard", "decent-dp"),
+    *("accelerate", "lightning", "transformers", "ray"),
+)
+INSTALLED_AS = {"torch": "'torch>=2.6'", "decent-dp": "decent-dp==0.2.3", "ray": "'ray[train]'"}
 OLDEST_TORCH = (2, 6)
 
 
@@ -114,10 +109,11 @@ def _checks() -> Iterator[Check]:
         remedy="install Python 3.11 or newer",
     )
     yield Check("versions", "gossamer", True, version("gossamer"), needed=True)
-    for name, (needed, remedy) in PACKAGES.items():
+    for name in NEEDED + OPTIONAL:
         found = _version(name)
         ok = found is not None and (name != "torch" or _release(found) >= OLDEST_TORCH)
-        yield Check("versions", name, ok, found or "not installed", needed, remedy)
+        remedy = f"pip install {INSTALLED_AS.get(name, name)}"
+        yield Check("versions", name, ok, found or "not installed", name in NEEDED, remedy)
     yield from _torch_checks()
     yield from _machine_checks()
 

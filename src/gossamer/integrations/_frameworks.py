@@ -15,6 +15,7 @@ SUPPORTED = {
     "ray": ("2.40", "2.60.0"),
     "transformers": ("5.0", "5.23.0"),
 }
+PACKAGES = {"ray": "ray[train]"}  # what to install, where it is not the name of the module
 
 
 def require(framework: str) -> ModuleType:
@@ -26,8 +27,9 @@ def require(framework: str) -> ModuleType:
         if error.name != framework:
             raise
         raise InputError(
-            f"gossamer.integrations.{framework} needs {framework}, which is not installed: "
-            f"pip install 'gossamer[{framework}]' (tested with {framework} {tested})"
+            f"gossamer.integrations.{framework} needs {framework}, which is not installed: pip install "
+            f"'{PACKAGES.get(framework, framework)}>={oldest}', or '.[{framework}]' in a clone of Gossamer "
+            f"(tested with {framework} {tested})"
         ) from error
     found = metadata.version(framework)
     if _release(found) < _release(oldest):

@@ -11,6 +11,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,10 +22,11 @@ import gossamer
 from gossamer import Checkpoints, GossamerWarning, Gossip, InputError
 from gossamer.checkpoint.state import bare
 from gossamer.integrations._frameworks import require
-from gossamer.integrations._settings import check_settings, is_asynchronous, split_settings
+from gossamer.integrations._settings import check_settings, is_asynchronous, refuse_wrapped, split_settings
 
 _accelerate: Any = require("accelerate")
 
+FRAMEWORK = "Accelerate"
 WORKERS = "gossamer"
 """The folder inside a checkpoint of Accelerate or transformers that holds the exact state of every worker."""
 
@@ -42,7 +44,7 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
 
     def __init__(self, **kwargs: Any):
         settings, others = split_settings(kwargs)
-        check_settings(settings, "Accelerate")
+        check_settings(FRAMEWORK, settings, steps_together=False)
         super().__init__(**others)
         self._set_up(settings)
 
@@ -96,14 +98,10 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         with self._gossip.averaged():
             yield
 
-    def close_gossip(self, *, average: bool = False) -> None:
-        """Stop gossip; every worker keeps its own model, or with `average` has the mean of all workers. Collective."""
-        if self._gossip is None:
-            return
-        model = self._gossip.model
-        kept = self.get_state_dict(model) if average else _copies(model.state_dict())
-        self._gossip.close()
-        model.load_state_dict(kept)
+    def close_gossip(self, *, average: bool = True) -> None:
+        """Stop gossip; every worker has the mean of all workers, or without `average` keeps its own. Collective."""
+        if self._gossip is not None:
+            self._gossip.close(average=average)
 
     def abandon_gossip(self, error: BaseException) -> None:
         """Stop gossip because this worker has failed: do not wait for the others, which hear of it at once. Local."""
@@ -125,11 +123,7 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """`Accelerator.prepare_model` without DDP: device placement, autocast and torch.compile."""
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise InputError(
-                f"the model is already wrapped in {type(model).__name__}; pass the bare module. Gradients are "
-                "averaged inside each node by gradients='node', which is the default on several equal nodes"
-            )
+        refuse_wrapped(FRAMEWORK, model)
         prepared: nn.Module = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         return prepared
 
@@ -149,17 +143,16 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
 
     def _start(self) -> None:
         """Start gossip if a trainable model and its optimizers are prepared."""
-        optimizers = [_bare_optimizer(o) for o in self._optimizers]
-        if self.num_processes == 1 or not optimizers:
+        if self.num_processes == 1 or not self._optimizers:
             return
         if self._gossip is not None:
-            if any(o not in self._mixing for o in optimizers):
+            if any(o not in self._mixing for o in self._optimizers):
                 raise InputError(
                     "an optimizer was prepared after gossip had begun; pass the model and all of its optimizers to one "
                     "prepare() call"
                 )
             return
-        held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        held = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
         models = {id(m): m for m in map(bare, self._models)}
         trained = [m for m in models.values() if any(id(p) in held for p in m.parameters())]
         if len(trained) > 1:
@@ -168,19 +161,21 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
                 "models; put the models into one nn.ModuleDict and prepare that"
             )
         if trained:
-            self._gossip = gossamer.decentralize(trained[0], optimizers, **self._settings)
-            self._mixing = optimizers
+            self._gossip = gossamer.decentralize(trained[0], self._optimizers, **self._settings)
+            self._mixing = list(self._optimizers)
             self._gossip.on_stop(self._ended)
 
     # -- training ---------------------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the norm of this worker's gradients at √replicas times `max_norm`, the threshold for all-reduce. Local.
+        """Clip this worker's gradients as all-reduce would at `max_norm`, by `Gossip.clip_grad_norm_`. Local.
 
-        See `Gossip.clip_grad_norm_` for the reason.
+        Norms other than the 2-norm clip the worker's own gradient as it is.
         """
-        scale = 1.0 if self._gossip is None else self._gossip.replicas**0.5
-        return super().clip_grad_norm_(parameters, max_norm * scale, norm_type=norm_type)
+        if self._gossip is None or norm_type != 2:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        self.unscale_gradients()
+        return self._gossip.clip_grad_norm_(max_norm, [parameters] if isinstance(parameters, Tensor) else parameters)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -219,7 +214,7 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
             state: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
             return state
         with self.averaged():
-            return _copies(super().get_state_dict(model, unwrap=unwrap))
+            return deepcopy(super().get_state_dict(model, unwrap=unwrap))
 
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
@@ -238,13 +233,7 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         A folder that was saved without gossip is loaded alike on every worker.
         """
         folders: list[str] = []
-
-        def before(models: list[Any], folder: str) -> None:
-            folders.append(folder)
-            if self._gossip is not None:
-                models[:] = [_LoadsByName(model) for model in models]
-
-        hook = self.register_load_state_pre_hook(before)
+        hook = self.register_load_state_pre_hook(lambda models, folder: folders.append(folder))
         try:
             super().load_state(input_dir, load_kwargs, **kwargs)
         finally:
@@ -281,46 +270,11 @@ class GossipAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
     # -- the end ----------------------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> Any:
-        """`Accelerator.free_memory`; stops gossip first. Collective."""
+        """`Accelerator.free_memory`; first stops gossip and gives every worker's model the mean. Collective."""
         self.close_gossip()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
         """`Accelerator.end_training`; first stops gossip and gives every worker's model the mean. Collective."""
-        self.close_gossip(average=True)
+        self.close_gossip()
         super().end_training()
-
-
-class _LoadsByName:
-    """A model for `safetensors.torch.load_model`, which refuses parameters that are views of one storage."""
-
-    def __init__(self, model: nn.Module):
-        self._model = model
-
-    def state_dict(self) -> dict[str, Any]:
-        return _copies(self._model.state_dict())
-
-    def load_state_dict(self, state: Mapping[str, Any], **kwargs: Any) -> Any:
-        return self._model.load_state_dict(state, **kwargs)
-
-
-def _bare_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer whose `step()` updates the parameters, without the wrappers of Accelerate."""
-    while isinstance(optimizer, _accelerate.optimizer.AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    assert isinstance(optimizer, Optimizer)
-    return optimizer
-
-
-def _copies(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of all tensors, each with a storage of its own; entries that are one tensor (tied weights) stay one."""
-    made: dict[tuple[object, ...], Tensor] = {}
-    copies: dict[str, Any] = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            key = value.data_ptr(), value.dtype, value.shape, value.stride(), name if value.numel() == 0 else ""
-            if key not in made:
-                made[key] = value.detach().clone()
-            value = made[key]
-        copies[name] = value
-    return copies

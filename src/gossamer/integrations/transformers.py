@@ -10,13 +10,13 @@ from typing import Any
 
 from gossamer import GossamerError, GossamerWarning, Gossip, InputError
 from gossamer.integrations._frameworks import require
-from gossamer.integrations._settings import check_settings, is_asynchronous, split_settings
+from gossamer.integrations._settings import check_settings, split_settings
 from gossamer.integrations.accelerate import GossipAccelerator
 
 _transformers: Any = require("transformers")
 
 # Methods of Trainer that are not documented and that GossipTrainer extends.
-_EXTENDED = ("_save", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
+_EXTENDED = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
 
 
 class GossipTrainer(_transformers.Trainer):  # type: ignore[misc]
@@ -33,13 +33,7 @@ class GossipTrainer(_transformers.Trainer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any):
         settings, others = split_settings(kwargs)
-        check_settings(settings, "the Hugging Face Trainer")
-        if is_asynchronous(settings):
-            raise InputError(
-                f"algorithm {settings['algorithm']!r} lets every worker step at its own pace, but the Hugging Face "
-                "Trainer logs, evaluates and saves with all workers at the same steps; use 'awc' (with "
-                "AWC(staleness=...) against slow workers) or 'atc'"
-            )
+        check_settings("the Hugging Face Trainer", settings, steps_together=True)
         if missing := [name for name in _EXTENDED if not hasattr(_transformers.Trainer, name)]:
             raise GossamerError(
                 f"transformers {_transformers.__version__} has no Trainer.{missing[0]}, which GossipTrainer extends to "
@@ -92,11 +86,6 @@ class GossipTrainer(_transformers.Trainer):  # type: ignore[misc]
         """`Trainer.save_model` with the mean of all workers. Collective while `train()` runs."""
         with self.accelerator.averaged():
             super().save_model(*args, **kwargs)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None and self.gossip is not None and self.gossip.in_meeting and self.args.should_save:
-            state_dict = self.accelerator.get_state_dict(self.model)  # tensors with a storage of their own
-        super()._save(output_dir, state_dict=state_dict)
 
     def end_gossip(self) -> None:
         """Stop gossip; the model is the mean of all workers, or the best model if the Trainer has loaded it."""

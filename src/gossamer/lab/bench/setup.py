@@ -174,7 +174,8 @@ def why_not(method: Method, setup: Setup) -> str | None:
         return None
     missing = [name for name in ("decent_dp", "numpy") if importlib.util.find_spec(name) is None]
     if missing:
-        return f"{missing[0].replace('_', '-')} is not installed; pip install 'gossamer[bench]'"
+        package = missing[0].replace("_", "-")
+        return f"{package} is not installed; pip install {package}"
     if setup.network == "paced":
         return "its exchanges cannot be paced; it needs --network namespaces (Linux, root)"
     known = DECENT_DP.get(method.topology or "")

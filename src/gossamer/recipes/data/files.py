@@ -14,7 +14,7 @@ def need(module: str, package: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise InputError(f"this task needs the package {package}: pip install 'gossamer[recipes]'") from None
+        raise InputError(f"this task needs the package {package}: pip install {package}") from None
 
 
 def find(directory: Path, name: str) -> Path | None:

@@ -102,7 +102,7 @@ def check_matplotlib() -> None:
     except ValueError:  # the module is blocked in sys.modules
         found = False
     if not found:
-        raise GossamerError("plots need matplotlib, which is missing; run pip install 'gossamer[plot]'")
+        raise GossamerError("plots need matplotlib, which is missing; run pip install matplotlib")
 
 
 def new_figure(width: float, height: float, *, arrange: bool = True) -> Figure:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -18,8 +19,9 @@ from torch.optim import Optimizer
 import gossamer
 from gossamer import Gossip, InputError
 from gossamer.checkpoint.state import random_state, set_random_state, snapshot
-from gossamer.integrations import _lightning_files as files
-from gossamer.integrations._lightning_options import as_timedelta, checked, refuse_wrapped
+from gossamer.integrations._settings import refuse_wrapped
+from gossamer.integrations.lightning import files
+from gossamer.integrations.lightning.options import FRAMEWORK, as_timedelta, checked
 
 
 class FabricGossipStrategy(DDPStrategy):
@@ -85,7 +87,7 @@ class FabricGossipStrategy(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # no wrapper
         """Leave the module as it is: gossip starts when it is set up together with its optimizers."""
-        refuse_wrapped(type(self).__name__, module)
+        refuse_wrapped(FRAMEWORK, module)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -112,9 +114,12 @@ class FabricGossipStrategy(DDPStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip at √replicas times `max_norm`, which is the threshold for DDP; see `Gossip.clip_grad_norm_`."""
-        scaled = max_norm * self.gossip_of(module).replicas ** 0.5
-        return super().clip_gradients_norm(module, optimizer, scaled, norm_type, error_if_nonfinite)
+        """Clip as DDP would at `max_norm`, by `Gossip.clip_grad_norm_`; other norms than 2 clip the own gradient."""
+        if norm_type != 2:
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        self.precision.unscale_gradients(optimizer)
+        parameters = self.precision.main_params(optimizer)
+        return self.gossip_of(module).clip_grad_norm_(max_norm, parameters, error_if_nonfinite=error_if_nonfinite)
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
@@ -125,7 +130,7 @@ class FabricGossipStrategy(DDPStrategy):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The module's state as it is now, copied."""
-        return files.copies(super().get_module_state_dict(module))
+        return deepcopy(super().get_module_state_dict(module))
 
     def save_checkpoint(
         self,

@@ -13,8 +13,8 @@ require("lightning")  # before anything below imports it: a missing or old frame
 from lightning.fabric.strategies import STRATEGY_REGISTRY  # noqa: E402
 from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
 
-from gossamer.integrations._lightning_fabric import FabricGossipStrategy  # noqa: E402
-from gossamer.integrations._lightning_trainer import GossipStrategy  # noqa: E402
+from gossamer.integrations.lightning.fabric import FabricGossipStrategy  # noqa: E402
+from gossamer.integrations.lightning.trainer import GossipStrategy  # noqa: E402
 
 __all__ = ["FabricGossipStrategy", "GossipStrategy"]
 

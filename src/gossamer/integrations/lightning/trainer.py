@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from datetime import timedelta
-from itertools import chain
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
 import gossamer
 from gossamer import GossamerError, Gossip, InputError
 from gossamer.checkpoint.state import random_state, set_random_state, snapshot
-from gossamer.integrations import _lightning_files as files
-from gossamer.integrations._lightning_options import as_timedelta, checked, refuse_wrapped
+from gossamer.integrations._settings import refuse_wrapped
+from gossamer.integrations.lightning import files
+from gossamer.integrations.lightning.options import FRAMEWORK, as_timedelta, checked
 
 
 class GossipStrategy(DDPStrategy):
@@ -83,7 +82,7 @@ class GossipStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Move the model to its device and make the optimizers; then start gossip, if the Trainer fits."""
         assert self.lightning_module is not None
-        refuse_wrapped(type(self).__name__, self.lightning_module)
+        refuse_wrapped(FRAMEWORK, self.lightning_module)
         if self._layer_sync is not None:
             raise InputError(
                 "Trainer(sync_batchnorm=True) makes all workers wait for each other in every forward pass, which "
@@ -97,11 +96,11 @@ class GossipStrategy(DDPStrategy):
         """Leave the model as it is: gossip needs no wrapper."""
 
     def _start(self, trainer: Trainer, model: LightningModule) -> None:
-        optimizers = [o.optimizer if isinstance(o, LightningOptimizer) else o for o in self.optimizers]
-        self._gossip = gossamer.decentralize(model, optimizers, broadcast=not self._resumes_exactly, **self._settings)
+        begin_equal = not self._resumes_exactly
+        self._gossip = gossamer.decentralize(model, self.optimizers, broadcast=begin_equal, **self._settings)
         self._resumes_exactly = False
         self._fit.enter_context(self._gossip)
-        self._fit.callback(_scale_clipping(self.precision_plugin, self._gossip.replicas**0.5))
+        self._fit.callback(_clip_by(self._gossip, self.precision_plugin))
         self._fit.callback(_keep_signals_local(trainer))
 
     def on_exception(self, exception: BaseException) -> None:
@@ -114,15 +113,8 @@ class GossipStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """End gossip with the mean of all workers in the model."""
-        if self._gossip is not None:
-            assert self.lightning_module is not None
-            with self._gossip.averaged():
-                mean = [t.detach().clone() for t in _tensors(self.lightning_module)]
-            self._fit.close()
-            self._gossip = None
-            with torch.no_grad():
-                for tensor, value in zip(_tensors(self.lightning_module), mean, strict=True):
-                    tensor.copy_(value)
+        self._fit.close()  # before Lightning moves the model to the CPU
+        self._gossip = None
         super().teardown()
 
     # -- training ---------------------------------------------------------------------------------------------
@@ -163,9 +155,9 @@ class GossipStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The mean of all workers. Collective while `fit` runs."""
         if self._gossip is None or self._gossip.in_meeting or self._failing:
-            return files.copies(super().lightning_module_state_dict())
+            return deepcopy(super().lightning_module_state_dict())
         with self._gossip.averaged():
-            return files.copies(super().lightning_module_state_dict())
+            return deepcopy(super().lightning_module_state_dict())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: files.AnyPath, storage_options: Any = None) -> None:
         """Save the mean of all workers in `filepath`, and beside it what each worker needs for an exact resume.
@@ -187,7 +179,7 @@ class GossipStrategy(DDPStrategy):
     def _own_state(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """This worker's own values of what `saved` has; hooks of the user may have removed or added entries."""
         assert self.lightning_module is not None
-        own = files.copies(self.lightning_module.state_dict())
+        own = deepcopy(self.lightning_module.state_dict())
         for name in own.keys() - saved.keys():
             del own[name]
         own.update((name, value) for name, value in saved.items() if name not in own)
@@ -240,10 +232,6 @@ class GossipStrategy(DDPStrategy):
             super().barrier(*args, **kwargs)
 
 
-def _tensors(model: LightningModule) -> Iterator[Tensor]:
-    return chain(model.parameters(), model.buffers())
-
-
 def _draws_again(trainer: Trainer) -> bool:
     """Whether the data loader has drawn a random number since the checkpoint was loaded that it does not count on.
 
@@ -256,18 +244,16 @@ def _draws_again(trainer: Trainer) -> bool:
     return bool(loop.restarted_mid_epoch and not ended)
 
 
-def _scale_clipping(plugin: Precision, factor: float) -> Callable[[], None]:
-    """Multiply thresholds for the norm of gradients by `factor`; returns what undoes it.
+def _clip_by(gossip: gossamer.Gossip, plugin: Precision) -> Callable[[], None]:
+    """Clip the norm of gradients by `gossip`; returns what undoes it.
 
-    `Trainer(gradient_clip_val=...)` and `clip_gradients()` in manual optimization then mean the same as with DDP: the
-    norm of a worker's own gradient is up to √replicas times that of the averaged one.
+    `Trainer(gradient_clip_val=...)` and `clip_gradients()` in manual optimization then mean the same as with DDP.
     """
-    clip = plugin.clip_grad_by_norm
 
-    def clip_scaled(optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        clip(optimizer, clip_val * factor)
+    def clip(optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        gossip.clip_grad_norm_(clip_val, plugin.main_params(optimizer))
 
-    return _replaced(plugin, "clip_grad_by_norm", clip_scaled)
+    return _replaced(plugin, "clip_grad_by_norm", clip)
 
 
 def _keep_signals_local(trainer: Trainer) -> Callable[[], None]:

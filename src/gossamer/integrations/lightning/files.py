@@ -18,7 +18,6 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from torch import Tensor
 
 from gossamer import GossamerError, GossamerWarning, GossipHandle
 
@@ -31,14 +30,6 @@ State = dict[str, Any]
 def folder_of(path: AnyPath) -> str:
     """The folder with the workers' files of all saves to `path`."""
     return f"{path}.workers"
-
-
-def copies(state: State) -> State:
-    """`state`, with its own memory for each tensor: parameters change, and an averaged() block ends."""
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            state[name] = value.detach().clone()
-    return state
 
 
 def refuse_in_average(gossip: GossipHandle) -> None:
