@@ -117,7 +117,7 @@ def clipped(rank, gradients):
 
 @pytest.mark.parametrize(("gradients", "replicas"), [("worker", 4), ("node", 2), ("auto", 2)])
 def test_clips_by_the_handle_at_the_threshold_of_all_reduce(pools, gradients, replicas):
-    """In the first step nothing is known of the noise; in the second it fills the gradient, which all-reduce averages."""
+    """In the first step nothing is known of the noise; later it fills the gradient, and all-reduce would average it."""
     for norm, first, second in pools(2, 2).run(clipped, gradients):
         assert norm > 10
         assert first == pytest.approx(0.5, rel=1e-3)

@@ -35,7 +35,7 @@ class GradientClipper:
 
     def clip(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[Tensor],
         max_norm: float,
         replicas: int,
         *,
@@ -50,7 +50,7 @@ class GradientClipper:
         return norm
 
     @torch.no_grad()
-    def _averaged_norm(self, parameters: Sequence[nn.Parameter], norm: Tensor, replicas: int) -> Tensor:
+    def _averaged_norm(self, parameters: Sequence[Tensor], norm: Tensor, replicas: int) -> Tensor:
         if hasattr(norm, "full_tensor"):  # shards: the workers of a replica have different samples
             shared: Tensor = norm / replicas**0.5
             return shared
@@ -76,7 +76,7 @@ class GradientClipper:
         self._before, self._noise, self._weight = state["before"], state["noise"], state["weight"]
 
 
-def _sample(parameters: Sequence[nn.Parameter]) -> Tensor:
+def _sample(parameters: Sequence[Tensor]) -> Tensor:
     """Every k-th coordinate of the gradient; zeros for parameters without one."""
     every = max(1, -(-sum(p.numel() for p in parameters) // _SAMPLE))
     home = parameters[0].device

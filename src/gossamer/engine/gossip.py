@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gossamer.comm import ChannelId, Job, Purpose, Transport
 from gossamer.engine.averages import Control, distance, hold_mean, keep_mean
@@ -291,7 +291,7 @@ class Gossip:
     def clip_grad_norm_(
         self,
         max_norm: float,
-        parameters: Iterable[nn.Parameter] | None = None,
+        parameters: Iterable[Tensor] | None = None,
         *,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
@@ -305,7 +305,7 @@ class Gossip:
         `GradScaler.unscale_()`. `parameters` clips a part of the model by its own norm; default: all parameters.
         """
         every = list(self.model.parameters())
-        chosen = every if parameters is None else list(parameters)
+        chosen: list[Tensor] = [*every] if parameters is None else list(parameters)
         if not chosen:
             raise InputError("clip_grad_norm_() was given no parameters to clip; leave `parameters` out to clip all")
         places = {id(p): i for i, p in enumerate(every)}
