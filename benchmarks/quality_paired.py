@@ -67,16 +67,16 @@ def study(args: argparse.Namespace) -> tuple[dict[str, Any], float, str]:
     if args.study == "translate":
         options: dict[str, Any] = {"data": args.data, "test": "test_2016_flickr", "batch": 96, "max_length": 40}
         options |= {"vocabulary": 1000, "same_shape": True, "beams": 1, "evaluate_on": 64}
-        rate, metric = 8e-3, "bleu"
+        rate, metric = 16e-3, "bleu"
     elif args.study == "lm":
-        options, rate, metric = {"data": args.data, "context": 32, "batch": 8}, 8e-3, "loss"
+        options, rate, metric = {"data": args.data, "context": 32, "batch": 8}, 16e-3, "loss"
     elif args.study == "german":
         options = {"data": args.data, "context": 16, "batch": 8, "tokenizer": "bpe", "vocabulary": 1000}
         rate, metric = 8e-3, "loss"
     else:
         options = {"data": args.data or FASHION, "width": 8, "norm": "group", "batch": 8}
         options |= {"partition": "dirichlet:0.1"} if args.study == "skewed" else {}
-        rate, metric = 8e-3, "accuracy"
+        rate, metric = 32e-3, "accuracy"  # 0.064 is better by 0.003 on seed 0
     task = {"german": "lm", "skewed": "vision"}.get(args.study, args.study)
     steps = args.steps or 800
     return {"task": task, "options": options, "steps": steps, "warmup": steps // 5}, rate, metric
