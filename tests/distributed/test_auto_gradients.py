@@ -24,6 +24,10 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def not_the_last(name, parameter):
+    return not name.startswith("2.")
+
+
 def chosen(rank, settings):
     with process_group():
         model = seeded(rank, mlp)
@@ -42,8 +46,9 @@ def chosen(rank, settings):
         ((2, 2), {"algorithm": "ad-psgd", "topology": "ring"}, ("worker", 4)),
         ((2, 2), {"topology": nx.cycle_graph(4)}, ("worker", 4)),  # a graph over workers
         ((2, 2), {"topology": nx.path_graph(2)}, ("node", 2)),  # a graph over nodes
+        ((2, 2), {"parameters": not_the_last}, ("worker", 4)),  # the others stay local
     ],
-    ids=["2x2", "2x2-atc", "1x4", "2x1", "unequal", "asynchronous", "graph-of-workers", "graph-of-nodes"],
+    ids=["2x2", "2x2-atc", "1x4", "2x1", "unequal", "asynchronous", "graph-of-workers", "graph-of-nodes", "a-part"],
 )
 def test_the_choice_follows_from_layout_algorithm_and_topology(pools, per_node, settings, expected):
     assert pools(*per_node).run(chosen, settings) == [expected] * sum(per_node)

@@ -174,7 +174,7 @@ def test_code_in_a_file_is_not_run(made, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 1}, "it has format 1, this version reads 2"),
+        ({"format": 1}, "it has format 1, this version reads 3"),
         ({"step": 2}, "it says step 2 in the folder of step 1"),
         ({"groups": [[0]]}, "its groups are not those of 2 workers"),
         ({"files": []}, "its groups are not those of 0 workers"),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import gossamer
-from gossamer.engine.clipping import GradientClipper
+from gossamer.engine.clipping import GradientClipper, _sample
 
 SIZE = 20_000
 
@@ -66,7 +66,7 @@ def test_a_spike_that_all_replicas_share_is_clipped_and_soon_forgotten():
         return 2 * torch.randn(SIZE, generator=source) / SIZE**0.5
 
     for _ in range(20):
-        assert clip(clipper, params, noise()) == 1 or clipper._weight < 0.2
+        assert clip(clipper, params, noise()) == 1 or float(clipper._weight) < 0.2
     spike = torch.zeros(SIZE)
     spike[::2] = 1
     assert clip(clipper, params, noise() + 40 * spike / spike.norm()) == pytest.approx(1 / 40, rel=0.05)
@@ -96,6 +96,37 @@ def test_gradients_that_are_not_finite_leave_the_estimate_as_it_was():
     assert float(clipper._noise / clipper._weight) == pytest.approx(float(noise), rel=1e-6)
     with pytest.raises(RuntimeError, match="non-finite"):
         clipper.clip(params, 1.0, 16, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("first", [["inf", "inf"], ["good", "inf"], ["zero", "zero"], ["same", "same", "same"]])
+def test_odd_first_gradients_do_not_spoil_the_estimate(first):
+    """Overflows of a gradient scaler, gradients of 0, and one gradient clipped several times."""
+    source = torch.Generator().manual_seed(5)
+    kinds = {"inf": torch.full((SIZE,), math.inf), "zero": torch.zeros(SIZE)}
+    kinds["good"] = kinds["same"] = 4 * torch.randn(SIZE, generator=source) / SIZE**0.5
+    clipper, params = GradientClipper(), parameters()
+    for kind in first:
+        params[0].grad = kinds[kind].clone()
+        clipper.clip(params, 1.0, 16)
+    for _ in range(200):
+        last = clip(clipper, params, 4 * torch.randn(SIZE, generator=source) / SIZE**0.5)
+    assert last == pytest.approx(1.0, rel=0.05)  # the average of 16 has norm 1
+
+
+def test_other_tensors_than_before_start_a_new_estimate():
+    clipper = GradientClipper()
+    for size in (30, 40, 40):
+        (p,) = parameters((size,))
+        p.grad = torch.ones(size)
+        assert float(clipper.clip([p], 1.0, 4)) == pytest.approx(size**0.5)
+
+
+def test_the_sample_of_a_wide_matrix_is_of_all_columns():
+    weight = nn.Parameter(torch.zeros(4096, 512))
+    weight.grad = torch.arange(512.0).expand(4096, 512).contiguous()
+    sample = _sample([weight], torch.device("cpu"))
+    assert len(sample.unique()) == 512
+    assert len(sample) <= 65536
 
 
 def test_parameters_without_a_gradient_take_part_as_zeros():
@@ -144,6 +175,6 @@ def test_a_resumed_run_clips_bit_by_bit_as_the_uninterrupted_one():
 def test_parts_of_the_model_have_estimates_of_their_own():
     _, gossips, models, optimizers = start()
     train(gossips, models, optimizers, range(3))
-    assert set(gossips[0]._clippers) == {"0+2", "2+2"}
+    assert set(gossips[0]._clippers) == {"0+35", "2+24"}
     with pytest.raises(gossamer.InputError, match="no parameters"):
         gossips[0].clip_grad_norm_(1.0, [])

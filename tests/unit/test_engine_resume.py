@@ -152,7 +152,7 @@ def test_a_state_of_another_run_is_refused():
         other.cluster.load_state_dicts(saved)
     with pytest.raises(InputError, match=r"saved with 3 workers, topology 'aer' .* this run has 4, 'aer' and 2"):
         other.cluster.load_state_dicts([*saved, saved[0]])
-    with pytest.raises(InputError, match=r"not a state of Gossip.state_dict\(\): version None, expected 1"):
+    with pytest.raises(InputError, match=r"not a state of Gossip.state_dict\(\): version None, expected 2"):
         other.cluster.load_state_dicts([{}] * 4)
 
 

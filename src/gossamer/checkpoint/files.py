@@ -27,7 +27,7 @@ import torch
 
 from gossamer.errors import GossamerError, InputError
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 ABANDONED = "abandoned"
 HELD = {"model", "optimizer", "gossip", "mixed", "random", "extra"}  # keys of a worker's state

@@ -56,7 +56,7 @@ def launched_rank() -> tuple[int, int]:
     if found is None:
         pairs = ", or ".join(f"{each.rank} and {each.size}" for each in LAUNCHERS)
         raise InputError(
-            f"no launcher has told this process its rank: none of {pairs} is set; start the job with a launcher, or "
+            f"no launcher has set this process's rank: none of {pairs} is set; start the job with a launcher, or "
             "set RANK and WORLD_SIZE to this worker's number and to how many workers there are"
         )
     rank, size = os.environ[found.rank], os.environ.get(found.size, "")

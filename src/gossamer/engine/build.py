@@ -62,7 +62,7 @@ def prepare(
         raise InputError("on_failure='continue' works on CPU only so far; use on_failure='raise' on other devices")
     if not optimizers:
         raise InputError("decentralize() needs at least one optimizer, got an empty list")
-    schedule, bare = _schedule(model, topology, settings, layout, rank, ranks)
+    schedule, bare = _schedule(model, topology, settings, layout, rank, ranks, whole=parameters is None)
     lanes = _lanes(bare, optimizers, parameters)
     refuse_in_use(bare)
     refuse_overlaps(bare.named_parameters())
@@ -101,7 +101,14 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
 
 
 def _schedule(
-    model: nn.Module, topology: Any, settings: Settings, layout: Layout, rank: int, ranks: Sequence[int]
+    model: nn.Module,
+    topology: Any,
+    settings: Settings,
+    layout: Layout,
+    rank: int,
+    ranks: Sequence[int],
+    *,
+    whole: bool,
 ) -> tuple[Schedule, nn.Module]:
     """The topology over workers; or over nodes when a node's workers hold one replica (`gradients="node"`, or DDP) or
     its shards (FSDP2)."""
@@ -115,7 +122,7 @@ def _schedule(
     group = ddp_process_group(model)
     sharded = [p for p in model.parameters() if is_sharded(p)]
     if group is None and not sharded:
-        between = _between_nodes(model, topology, settings, layout)
+        between = _between_nodes(model, topology, settings, layout, whole)
         if between is None:
             return Schedule(resolve(topology, layout), **policy), model
         return Schedule(between, inside=layout, **policy), model
@@ -191,9 +198,10 @@ def _refuse_ddp_inside(model: nn.Module) -> None:
         )
 
 
-def _between_nodes(model: nn.Module, topology: Any, settings: Settings, layout: Layout) -> Topology | None:
+def _between_nodes(model: nn.Module, topology: Any, settings: Settings, layout: Layout, whole: bool) -> Topology | None:
     """The topology over nodes, if the gradients of a model without DDP or FSDP2 are averaged inside each node; None if
-    every worker steps on its own. `gradients="auto"` is decided here."""
+    every worker steps on its own. `gradients="auto"` is decided here: not if the user selects parameters to mix (the
+    model is not mixed as a `whole`), because the others are to stay local."""
     if settings.gradients == "worker" or layout.nodes == layout.n:  # a single worker's gradient is its node's
         return None
     nodes = Layout.of([1] * layout.nodes)
@@ -201,7 +209,7 @@ def _between_nodes(model: nn.Module, topology: Any, settings: Settings, layout: 
         return resolve(topology, nodes)
     several = layout.nodes > 1 and layout.per_node[0] > 1 and len(set(layout.per_node)) == 1
     devices = {p.device.type for p in model.parameters()}
-    if not several or settings.elastic is not None or settings.asynchronous:
+    if not (several and whole) or settings.elastic is not None or settings.asynchronous:
         return None
     if len(devices) > 1 or not devices <= averaged_devices():  # DDP would refuse the model
         return None

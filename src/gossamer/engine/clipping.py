@@ -17,10 +17,12 @@ class GradientClipper:
     """Estimates the norm of the averaged gradient from a replica's own gradients, and clips by it.
 
     The squared norm of a replica's gradient is signal plus noise, S + N, that of the average of R replicas S + N/R. The
-    noise of successive steps is independent, so S is the inner product of successive gradients, and N follows; both are
-    taken on a sample of the coordinates. The averaged norm is estimated as ‖g‖² − (1 − 1/R) N, N being the running
-    mean of the steps before: noise is discounted as all-reduce does, and what exceeds the usual noise, such as a spike
-    that all replicas share, counts in full. Nothing waits for the device.
+    noise of successive steps is independent, so |cos| of successive gradients is the share of the signal; it is taken
+    on a sample of the coordinates. The square of the averaged norm is estimated as ‖g‖² − (1 − 1/R) N, at least ‖g‖²/R,
+    N being the running mean over the steps before: noise is discounted as all-reduce does, and what exceeds the usual
+    noise, such as a spike that all replicas share, counts in full. Nothing waits for the device.
+
+    DTensors are clipped at √R times the threshold: the workers of a replica would sample different shards.
     """
 
     # Note [Why clipping needs the noise]
@@ -30,8 +32,7 @@ class GradientClipper:
 
     def __init__(self) -> None:
         self._before: Tensor | None = None  # the sample of the gradient of the step before
-        self._noise: Tensor | None = None  # running sum of the noise, and of its weights
-        self._weight = 0.0
+        self._noise = self._weight = torch.zeros(())  # running sum of the noise, and of its weights
 
     def clip(
         self,
@@ -51,21 +52,21 @@ class GradientClipper:
 
     @torch.no_grad()
     def _averaged_norm(self, parameters: Sequence[Tensor], norm: Tensor, replicas: int) -> Tensor:
-        if hasattr(norm, "full_tensor"):  # shards: the workers of a replica have different samples
+        if hasattr(norm, "full_tensor"):
             shared: Tensor = norm / replicas**0.5
             return shared
-        power = norm.float().square()
-        usual = torch.zeros_like(power) if self._noise is None else self._noise / self._weight
+        power, sample = norm.float().square(), _sample(parameters, norm.device)
+        if self._before is None or self._before.shape != sample.shape:  # the first step, or other tensors than before
+            self._before, self._noise, self._weight = torch.zeros_like(sample), power.new_zeros(()), power.new_zeros(())
+        before, noise, weight = (value.to(norm.device) for value in (self._before, self._noise, self._weight))
+        usual = noise / weight.clamp(min=1e-6)
         averaged = torch.maximum(power - (1 - 1 / replicas) * usual, power / replicas).sqrt()
-        sample = _sample(parameters)
-        before = torch.zeros_like(sample) if self._before is None else self._before
-        if self._before is not None:
-            noise = power * (1 - nn.functional.cosine_similarity(sample, before, dim=0).abs())
-            if self._noise is not None:
-                noise = torch.minimum(noise, _SPIKE * usual)
-            noise = torch.where(noise.isfinite(), noise, usual)  # an overflow leaves the estimate as it was
-            self._noise = (1 - _MEMORY) * noise + _MEMORY * self._weight * usual
-            self._weight = 1 - _MEMORY + _MEMORY * self._weight
+        similar = nn.functional.cosine_similarity(sample, before, dim=0).abs()
+        now = power * (1 - similar).clamp(min=0)  # equal gradients round to more than 1
+        now = torch.where(usual > 0, torch.minimum(now, _SPIKE * usual), now)
+        counts = now.isfinite() & before.any()  # an overflow leaves the estimate as it was
+        self._noise = torch.where(counts, (1 - _MEMORY) * now + _MEMORY * noise, noise)
+        self._weight = torch.where(counts, 1 - _MEMORY + _MEMORY * weight, weight)
         self._before = torch.where(sample.isfinite().all(), sample, before)
         return averaged
 
@@ -76,14 +77,13 @@ class GradientClipper:
         self._before, self._noise, self._weight = state["before"], state["noise"], state["weight"]
 
 
-def _sample(parameters: Sequence[Tensor]) -> Tensor:
+def _sample(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
     """Every k-th coordinate of the gradient; zeros for parameters without one."""
-    every = max(1, -(-sum(p.numel() for p in parameters) // _SAMPLE))
-    home = parameters[0].device
+    every = -(-sum(p.numel() for p in parameters) // _SAMPLE) | 1  # odd: not the same columns of every matrix
     parts = [
-        torch.zeros(-(-p.numel() // every), device=home)
+        torch.zeros(-(-p.numel() // every), device=device)
         if p.grad is None
-        else p.grad.detach().flatten()[::every].to(home, torch.float32)
+        else p.grad.detach().flatten()[::every].to(device, torch.float32)
         for p in parameters
     ]
     return torch.cat(parts)

@@ -38,6 +38,7 @@ COUNTS = (
     "seconds_waited",
 )
 """Counts of `Gossip.stats` that are numbers in `Gossip.scalars` too."""
+VERSION = 2  # of `state_dict()`
 EQUAL = 1e-6  # distance of equal parameters to their mean, relative to their norm: the rounding of the mean
 Collective = Generator[list[Job], None, Any]  # yields the exchanges it waits for
 
@@ -130,7 +131,7 @@ class Gossip:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "version": 1,
+            "version": VERSION,
             "workers": self.control.layout.n,
             "replicas": self.replicas,
             "topology": self.lanes[0].schedule.topology.name,
@@ -202,6 +203,8 @@ class Gossip:
 
     def accepts(self, state: dict[str, Any]) -> bool:
         """Whether `load_state_dict` can continue from `state`: same algorithm, workers, topology and optimizers."""
+        if state.get("version") != VERSION:
+            return False
         ours = self._identity()
         theirs = (state["workers"], state["replicas"], state["topology"])
         return ours == (*theirs, [lane.get("algorithm") for lane in state["lanes"]])
@@ -303,13 +306,14 @@ class Gossip:
         estimates the norm of the averaged gradient from this worker's own gradients and clips where that exceeds
         `max_norm`. Call it once per step where you call torch's: before `optimizer.step()`, and after
         `GradScaler.unscale_()`. `parameters` clips a part of the model by its own norm; default: all parameters.
+        DTensor parameters are clipped at √replicas times `max_norm`, which lets spikes pass.
         """
         every = list(self.model.parameters())
         chosen: list[Tensor] = [*every] if parameters is None else list(parameters)
         if not chosen:
             raise InputError("clip_grad_norm_() was given no parameters to clip; leave `parameters` out to clip all")
         places = {id(p): i for i, p in enumerate(every)}
-        key = f"{places.get(id(chosen[0]), -1)}+{len(chosen)}"  # the same part in a resumed run
+        key = f"{places.get(id(chosen[0]), -1)}+{sum(p.numel() for p in chosen)}"  # the same part in a resumed run
         clipper = self._clippers.setdefault(key, GradientClipper())
         return clipper.clip(chosen, max_norm, self.replicas, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
 
@@ -470,9 +474,9 @@ class Gossip:
         return distance(self.lanes, self.control, self._shards)
 
     def _check_state(self, state: dict[str, Any]) -> None:
-        if state.get("version") != 1:
+        if state.get("version") != VERSION:
             raise InputError(
-                f"this is not a state of Gossip.state_dict(): version {state.get('version')!r}, expected 1"
+                f"this is not a state of Gossip.state_dict(): version {state.get('version')!r}, expected {VERSION}"
             )
         ours = (self.control.layout.n, self.lanes[0].schedule.topology.name, len(self.lanes))
         theirs = (state["workers"], state["topology"], len(state["lanes"]))

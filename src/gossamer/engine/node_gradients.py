@@ -107,9 +107,9 @@ class PrivateDDP(NodeGradients):
             self._missing.update(self._named)
         if name not in self._missing:
             raise GossamerError(
-                f"parameter {name!r} got a second gradient before {_listed(self._missing)} got the first: gradients="
-                "'node' needs a gradient for every parameter in each backward pass; add up the losses and call "
-                "backward() once, or use gradients='worker'"
+                f"parameter {name!r} got a second gradient before {_listed(self._missing)} got the first: averages "
+                "inside the node (gradients='node', which 'auto' chooses on several nodes) need a gradient for every "
+                "parameter in each backward pass; add up the losses and call backward() once, or use gradients='worker'"
             )
         self._missing.remove(name)
         self._local.discard(name)
@@ -142,9 +142,10 @@ class PrivateDDP(NodeGradients):
     def _refuse_missing(self) -> None:
         if self._missing:
             raise GossamerError(
-                f"{_listed(self._missing)} got no gradient in the backward pass, and gradients='node' averages a "
-                "backward pass when every parameter has one (as DDP does without find_unused_parameters); freeze "
-                "parameters that are not used before decentralize(), or use gradients='worker'"
+                f"{_listed(self._missing)} got no gradient in the backward pass, and gradients='node', which 'auto' "
+                "chooses on several nodes, averages a backward pass when every parameter has one (as DDP does without "
+                "find_unused_parameters); freeze parameters that are not used before decentralize(), or use "
+                "gradients='worker'"
             )
 
     def close(self) -> None:
