@@ -133,8 +133,9 @@ def table(found: tables.Found, metric: str) -> str:
         "all-reduce, and by gossip where the averaged gradient is estimated to exceed that. `inside`: gradients "
         "averaged exactly inside a node. Loss and metric are those of the averaged model at the end: mean ± standard "
         "deviation. Differences of the loss are paired by seed: mean [95 % interval by Student's t]. "
-        f"Seeds {', '.join(map(str, seeds))}: none was used to choose anything. With one replica GossipAdam is Adam, "
-        "so all-reduce with the same optimizer is the base.",
+        f"Seeds {', '.join(map(str, seeds))}: none was used to choose a rate or a setting; "
+        "seed 10 was seen when the rule of clipping was confirmed. With one replica GossipAdam is Adam, so all-reduce "
+        "with the same optimizer is the base.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
