@@ -145,7 +145,7 @@ def table(found: tables.Found, metric: str) -> str:
         if not values:
             lines.append(f"| {name} | diverged |")
             continue
-        row = [f"{name} ({len(values)} seeds)"]
+        row = [f"{name} ({len(values)} seed{'s' * (len(values) > 1)})"]
         row += [tables.figure_of(tables._finals(got, metric), tables.DIGITS[metric])] if extra else []
         row += [tables.figure_of(values, 3), interval(differences(found, name, BASE)) if name != BASE else ""]
         lines.append("| " + " | ".join(row) + " |")

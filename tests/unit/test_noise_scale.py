@@ -143,8 +143,8 @@ def test_gossip_is_preferred_to_all_reduce_and_settings_are_told_apart(tmp_path)
     assert sorted(n.replica_batch for n in found) == [3, 6]
     assert not any(n.method.startswith("ddp") for n in found)
     lines = noise_line(grouped(load_runs(tmp_path)))
-    assert "gossipadam:aer: noise scale about" in lines
-    assert "gossipadam:aer exact-inside: noise scale about" in lines
+    assert "gossipadam:aer discount=1.0: noise scale about" in lines
+    assert "gossipadam:aer discount=1.0 exact-inside: noise scale about" in lines
 
 
 def test_workers_with_different_data_are_mentioned(tmp_path):

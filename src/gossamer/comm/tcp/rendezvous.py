@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+from gossamer.comm.deadline import LET_READ, Deadline
 from gossamer.comm.launcher import node_name
 from gossamer.comm.tcp.directory import DirectoryClient, directory_address, look, settle
 from gossamer.comm.tcp.record import Foundation, Member, Record
@@ -103,11 +104,23 @@ class Rendezvous:
         descriptions = share("description", description)
         if descriptions is None:
             return None
-        agree(descriptions)
+        self.directory.ask(lambda store: store.add("description/read", 1))
+        try:
+            agree(descriptions)
+        except BaseException:
+            self._let_others_read()
+            raise
         entries = share("member", json.dumps(asdict(self._me)))
         if entries is None:
             return None
         return Record(1, {r: Member(**json.loads(text)) for r, text in enumerate(entries)}, [0] * self.lanes)
+
+    def _let_others_read(self) -> None:
+        """The directory may live in worker 0's process, which must not leave before the others have read why."""
+        deadline = Deadline(LET_READ)
+        while self.rank == 0 and deadline.sleep(0.002):
+            if self.directory.ask(lambda store: store.add("description/read", 0)) >= self.size:
+                return
 
 
 def own_address() -> str:
