@@ -111,9 +111,9 @@ def decentralize(
         buffers: What `averaged()` does with module buffers: "average" or "local".
         gradients: "worker": every worker steps on its own gradient. "node": gradients are averaged exactly among the
             workers of a node, inside the backward pass, and parameters gossip between nodes. "auto" is "node" on two or
-            more nodes with the same number of workers, at least two, if `algorithm` is synchronous and `on_failure` is
-            "raise" and `parameters` is None, and for a model that is wrapped in DDP on `gossamer.node_group()` or sharded by FSDP2 over the
-            node; else "worker". `gossip.gradients` says what was chosen.
+            more nodes with the same number of workers, at least two, if `algorithm` is synchronous, `on_failure` is
+            "raise" and `parameters` is None, and for a model that is wrapped in DDP on `gossamer.node_group()` or
+            sharded by FSDP2 over the node; else "worker". `gossip.gradients` says what was chosen.
         guard: `ConsensusGuard(...)` averages exactly when the workers drift apart; `NeighborGuard(...)` refuses values
             that are not finite or that jump. Or a list of both.
         broadcast: Start from worker 0's parameters and buffers. Pass False if every worker loaded its own checkpoint.
