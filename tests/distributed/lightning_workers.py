@@ -188,7 +188,7 @@ def result(model: Regression, used: L.Trainer) -> dict:
 def strategy_of(settings):
     """DDP, a registered name, or a GossipStrategy with these settings."""
     if isinstance(settings, dict):
-        return GossipStrategy(**{"timeout": 60.0, **settings})
+        return GossipStrategy(**{"timeout": 60.0, "gradients": "worker", **settings})
     return DDPStrategy() if settings == "ddp" else settings
 
 
@@ -408,7 +408,7 @@ def fabric(strategy) -> L.Fabric:
 
 def fabric_strategy_of(settings):
     if isinstance(settings, dict):
-        return FabricGossipStrategy(**{"timeout": 60.0, **settings})
+        return FabricGossipStrategy(**{"timeout": 60.0, "gradients": "worker", **settings})
     return FabricDDPStrategy() if settings == "ddp" else settings
 
 
