@@ -152,7 +152,7 @@ def test_a_job_that_ends_without_a_step_of_its_optimizer_says_so(tmp_path):
     """Also without any collective call before the end."""
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(UNSEEN).format(folder=tmp_path))
-    environment = {**os.environ, **QUICK_NAMES, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **QUICK_NAMES, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr.count("no step of Adam was seen, so nothing has been exchanged") == 1
