@@ -138,10 +138,11 @@ def test_ddp_inside_another_wrapper_is_refused(pools, kind, name):
 UNSEEN = """
     import torch, gossamer
     torch.distributed.init_process_group("gloo", init_method="file://{folder}/store", rank=0, world_size=1)
+    kept = []  # until the job ends
     for kind in ("seen", "unseen", "idle"):
         model = torch.nn.Linear(4, 4)
         given, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())
-        gossamer.decentralize(model, other if kind == "unseen" else given)
+        kept += [given, other, gossamer.decentralize(model, other if kind == "unseen" else given)]
         model(torch.randn(2, 4)).sum().backward()
         if kind != "idle":
             given.step()
