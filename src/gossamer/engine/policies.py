@@ -28,6 +28,7 @@ Filter = Callable[[str, nn.Parameter], bool]
 """`f(name, parameter)`: whether the parameter is mixed."""
 Seconds = timedelta | float
 """A duration: a `timedelta`, or a number of seconds."""
+MOST_FRAGMENTS = 64
 LONGEST = timedelta(days=3650).total_seconds()  # torch's waits end at once if their nanoseconds overflow 64 bits
 
 
@@ -40,14 +41,28 @@ class Synchronous:
     """Mix every `every` steps."""
     average_every: int = 0
     """Make the exchange an exact global average every `average_every` steps (0: never)."""
+    fragments: int = 1
+    """Exchange one of `fragments` parts of the model at a time, in turn."""
 
     def __post_init__(self) -> None:
         _check_whole(self, "every", 1)
         _check_whole(self, "average_every", 0)
+        _check_whole(self, "fragments", 1)
+        if self.fragments > MOST_FRAGMENTS:
+            raise InputError(
+                f"fragments must be at most {MOST_FRAGMENTS}, got {self.fragments}: a bucket that is exchanged so "
+                "rarely hardly mixes; use every= for local steps between exchanges"
+            )
         if self.average_every % self.every:
             raise InputError(
                 f"average_every counts steps and must be a multiple of every={self.every}, got {self.average_every}; "
                 f"use {max(1, round(self.average_every / self.every)) * self.every}"
+            )
+        least = self.every * self.fragments
+        if 0 < self.average_every < least:
+            raise InputError(
+                f"average_every={self.average_every} steps are too few for an exchange of all {self.fragments} "
+                f"fragments, which takes {least}; use at least {least}"
             )
 
 

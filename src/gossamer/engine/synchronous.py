@@ -69,7 +69,7 @@ class SyncLane(Lane):
             flat.pack()
         self.forced = self.sketcher is not None and self.sketcher.at_launch(self.k, self.buckets)
         self.metrics.guard_averages += self.forced
-        self.metrics.averages += self.forced or self.schedule.averages(self.k)
+        self.metrics.averages += self.forced or self.schedule.completes_average(self.k)
         self.skips = 0
         self._post()
         self.k += 1
@@ -85,11 +85,11 @@ class SyncLane(Lane):
         wire = Plain() if exact else self.wire
         for b, bucket in enumerate(self.buckets):
             source = bucket.x
-            if self._sent is not None:
-                source = self._sent[b]
-                source.copy_(bucket.x)
             program = self.schedule.program(self.k, b, self.rank, bucket.x.numel(), average=self.forced)
             if program:
+                if self._sent is not None:
+                    source = self._sent[b]
+                    source.copy_(bucket.x)
                 act = exchange if self._sent is None else correction
                 make: Callable[[Scratch], ExchangeSteps] = partial(act, program, source, self._out[b], wire)
                 if self.settings.max_jump is not None:
