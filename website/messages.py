@@ -1,8 +1,9 @@
-"""The index of errors and warnings, read from the source: paste a message into the search box to find where it is from."""
+"""The index of errors and warnings, read from the source."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +11,9 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "gossamer"
 KINDS = ("InputError", "GossamerError", "PeerError", "LabUnavailable", "WorkerFailed", "WorkerTimeout")
 INTRODUCTION = """# Errors and warnings
 
-An error of Gossamer names the value, the rule and the remedy. This page lists all of them as they stand in the source, by
-the part of Gossamer that raises them; ‹…› stands for a value. Words of a message in the search box (press S) find
-its entry. 
+An error of Gossamer names the value, the rule and the remedy. This page lists all of them as they stand in the source,
+by the part of Gossamer that raises them; ‹…› stands for a value. Words of a message in the search box (press S) find
+its entry.
 | class | meaning |
 |---|---|
 | `gossamer.InputError` | a value that you passed is wrong; also a `ValueError` |
@@ -65,14 +66,4 @@ def _text(node: ast.expr) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    for sign, safe in (
-        ("\\", "\\\\"),
-        ("|", "\\|"),
-        ("<", "&lt;"),
-        ("*", "\\*"),
-        ("_", "\\_"),
-        ("[", "\\["),
-        ("$", "\\$"),
-    ):
-        text = text.replace(sign, safe)
-    return text
+    return re.sub(r"[\\|*_\[$]", r"\\\g<0>", text).replace("<", "&lt;")
