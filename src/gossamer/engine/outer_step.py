@@ -24,13 +24,13 @@ class OuterStep:
 
     def __init__(self, policy: Outer, buckets: Sequence[Bucket]):
         self.policy, self._buckets = policy, buckets
-        self.acts = False  # the round in flight ends with an outer step
+        self.acting: frozenset[int] = frozenset()  # buckets that take an outer step at the end of the round in flight
         self._point = [b.x.clone() for b in buckets]
         self._velocity = [torch.zeros_like(b.x) for b in buckets]
 
     def restart(self) -> None:
         """Continue from the parameters as they are, without velocity."""
-        self.acts = False
+        self.acting = frozenset()
         for bucket, point, velocity in zip(self._buckets, self._point, self._velocity, strict=True):
             point.copy_(bucket.x)
             velocity.zero_()
@@ -39,7 +39,7 @@ class OuterStep:
         """Take the outer step of bucket b, whose value `sent` was exchanged with the correction `mixed` (None: nobody
         answered, or there is nobody)."""
         x, point, velocity = self._buckets[b].x, self._point[b], self._velocity[b]
-        if not self.acts:
+        if b not in self.acting:
             if mixed is not None:
                 mixed.add_to(x)
             return
@@ -61,13 +61,13 @@ class OuterStep:
     def state_dict(self) -> dict[str, Any]:
         return {
             "name": self.policy.name,
-            "acts": self.acts,
+            "acting": sorted(self.acting),
             "point": [p.clone() for p in self._point],
             "velocity": [v.clone() for v in self._velocity],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.acts = state["acts"]
+        self.acting = frozenset(state["acting"])
         for mine, saved in ((self._point, state["point"]), (self._velocity, state["velocity"])):
             for to, value in zip(mine, saved, strict=True):
                 to.copy_(value)

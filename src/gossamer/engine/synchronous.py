@@ -78,7 +78,8 @@ class SyncLane(Lane):
         self.metrics.averages += self.forced or self.schedule.averages(self.k)
         self.skips = 0
         if self._outer_step is not None:
-            self._outer_step.acts = self._outer_step.policy.acts(self.schedule.averages(self.k))
+            acts = self._outer_step.policy.acts(self.schedule.averages(self.k))
+            self._outer_step.acting = frozenset(range(len(self.buckets)) if acts else ())
         self._post()
         self.k += 1
         self.metrics.rounds += 1
