@@ -7,7 +7,7 @@ from typing import Any
 import gossamer
 
 ALGORITHM = (
-    *("every", "staleness", "average_every", "fragments"),
+    *("every", "outer", "staleness", "average_every", "fragments"),
     *("rate", "max_staleness", "gaps", "pairing", "clock", "seed"),
 )
 EXCHANGE = ("bucket_mib", "in_flight", "stagger", "hierarchical")

@@ -15,6 +15,7 @@ from typing import ClassVar, Literal, get_args
 from torch import nn
 
 from gossamer.comm import wire_named
+from gossamer.engine.outer import Outer, SlowMo, check_outer
 from gossamer.errors import InputError
 
 AlgorithmName = Literal["awc", "atc", "ad-psgd", "a2cid2"]
@@ -43,6 +44,8 @@ class Synchronous:
     """Make the exchange an exact global average every `average_every` steps (0: never)."""
     fragments: int = 1
     """Exchange one of `fragments` parts of the model at a time, in turn."""
+    outer: Outer | None = None
+    """An outer step on the drift of `every` local steps: `Nesterov`, `HeavyBall`, `Accelerated` or `SlowMo`."""
 
     def __post_init__(self) -> None:
         _check_whole(self, "every", 1)
@@ -64,6 +67,8 @@ class Synchronous:
                 f"average_every={self.average_every} steps are too few for an exchange of all {self.fragments} "
                 f"fragments, which takes {least}; use at least {least}"
             )
+        if self.outer is not None:
+            check_outer(self.outer, self.every, self.average_every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +85,11 @@ class AWC(Synchronous):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_whole(self, "staleness", 0)
+        if self.staleness and self.outer is not None:
+            raise InputError(
+                f"staleness={self.staleness} cannot be combined with outer=: the exchange of an outer step has all of "
+                f"the next every={self.every} steps; leave staleness out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +163,11 @@ def algorithm(name: str, **settings: object) -> Algorithm:
     kind = ALGORITHMS[name]
     known = [field.name for field in fields(kind)]
     for setting in settings:
+        if issubclass(kind, Asynchronous) and setting in ("every", "outer"):
+            raise InputError(
+                f"algorithm {name!r} exchanges at random times and has no rounds, so {setting} does not apply; for "
+                "local steps between exchanges use a rate below 1, or algorithm 'awc'"
+            )
         if setting not in known:
             raise InputError(f"algorithm {name!r} has no setting {setting!r}; it takes {', '.join(known)}")
     return kind(**settings)  # type: ignore[arg-type]  # validated by the policy itself
@@ -310,6 +325,12 @@ class Settings:
                 f"gradients='node' averages gradients among the workers of a node in every backward pass, and {other} "
                 "needs workers that do not wait for each other; use gradients='worker', or a job with "
                 "on_failure='raise' and algorithm='awc'"
+            )
+        outer = None if isinstance(self.algorithm, Asynchronous) else self.algorithm.outer
+        if outer is not None and not isinstance(outer, SlowMo) and self.consensus_guard is not None:
+            raise InputError(
+                f"a ConsensusGuard brings the workers together by an exact average, but {type(outer).__name__} steps "
+                "only by a part of the way to it; leave the guard out, or use SlowMo"
             )
         if self.elastic is not None and self.consensus_guard is not None:
             raise InputError(
