@@ -24,6 +24,7 @@ from gossamer.engine.flat import cut, flatten, is_sharded, refuse_overlaps
 from gossamer.engine.gossip import Gossip, refuse_in_use
 from gossamer.engine.lane import Lane, LaneParts
 from gossamer.engine.node_gradients import NodeGradients
+from gossamer.engine.outer import problem
 from gossamer.engine.policies import Filter, Settings, Synchronous
 from gossamer.engine.prepared import Prepared
 from gossamer.engine.protocol import ScalesWithReplicas
@@ -63,6 +64,9 @@ def prepare(
     if not optimizers:
         raise InputError("decentralize() needs at least one optimizer, got an empty list")
     schedule, bare = _schedule(model, topology, settings, layout, rank, ranks, whole=parameters is None)
+    outer = settings.algorithm.outer if isinstance(settings.algorithm, Synchronous) else None
+    if outer is not None and (why := problem(outer, schedule)) is not None:
+        raise InputError(why)
     lanes = _lanes(bare, optimizers, parameters)
     refuse_in_use(bare)
     refuse_overlaps(bare.named_parameters())
