@@ -27,8 +27,8 @@ if TYPE_CHECKING:
         algorithm,
         decentralize,
         node_group,
-        probe,
     )
+    from gossamer.jobs.probe import probe
     from gossamer.optim import AccumAdam, AccumAdamW, GossipAdam, GossipAdamW
     from gossamer.topology import Layout, Topology
 
@@ -57,8 +57,8 @@ _HOMES = {
         "algorithm",
         "decentralize",
         "node_group",
-        "probe",
     ),
+    "gossamer.jobs.probe": ("probe",),
     "gossamer.optim": ("AccumAdam", "AccumAdamW", "GossipAdam", "GossipAdamW"),
     "gossamer.topology": ("Layout", "Topology"),
 }

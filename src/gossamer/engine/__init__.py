@@ -17,7 +17,6 @@ from gossamer.engine.policies import (
     algorithm,
 )
 from gossamer.engine.protocol import GossipHandle, MixedParameters, Participation
-from gossamer.engine.step_timer import probe
 from gossamer.engine.virtual import VirtualCluster
 
 __all__ = [
@@ -40,5 +39,4 @@ __all__ = [
     "algorithm",
     "decentralize",
     "node_group",
-    "probe",
 ]

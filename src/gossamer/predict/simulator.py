@@ -186,12 +186,13 @@ def simulate(
     *,
     rounds: int,
     update: float = 0.0,
+    mixing: float = 0.0,
     trace_steps: int = 0,
 ) -> Result:
     """Simulate `rounds` exchanges of gossip.
 
     `compute` has the compute times, [steps, workers], of at least all steps taken; `update` is the optimizer's time at
-    the end of each step.
+    the end of each step, `mixing` the time to write a round's result into the parameters.
     """
     schedule = replace(
         schedule, stagger=policy.stagger, hierarchical=policy.hierarchical, average_every=policy.average_every
@@ -212,10 +213,11 @@ def simulate(
         taken.__iadd__(1)
         return times
 
-    def updated(only: np.ndarray | None = None) -> Floats:
+    def updated(only: np.ndarray | None = None, mixed: bool = False) -> Floats:
+        seconds = update + mixing * mixed
         if recorder is not None:
-            recorder.update(taken - 1, u, update, only)
-        return u + update if only is None else np.where(only, u + update, u)
+            recorder.update(taken - 1, u, seconds, only)
+        return u + seconds if only is None else np.where(only, u + seconds, u)
 
     for k in range(rounds):
         if recorder is not None and taken.min() >= trace_steps:
@@ -228,7 +230,7 @@ def simulate(
             end = network.run(k, u, recorder)
             if recorder is not None:
                 recorder.wait(k, taken - 1, u, end)
-            u = end
+            u = end + mixing
         else:
             end = network.run(k, u, recorder)
             u = u + work()
@@ -245,7 +247,7 @@ def simulate(
             if recorder is not None:
                 recorder.wait(k, taken - 1, u, end)
             u = np.maximum(u, end)
-            u = updated()
+            u = updated(mixed=True)
             for _ in range(policy.every - 1):
                 u = u + work()
                 u = updated()
@@ -255,7 +257,7 @@ def simulate(
         spans = recorder.spans
     elif not trace_steps:
         spans = []
-    return _result(history, steps, compute + update, tuple(spans))
+    return _result(history, steps, compute + update + mixing / policy.every, tuple(spans))
 
 
 def _result(history: Floats, steps: np.ndarray, compute: Floats, spans: tuple[Span, ...]) -> Result:
