@@ -138,6 +138,8 @@ def test_everything_is_ranked_by_its_score(run):
     assert {parse(r["method"]).wire for r in table if r["algorithm"] == "awc"} == set(WIRES)
     assert {r["every"] for r in table} >= {1, 2, 4, 8, 16, 32}
     assert {r["staleness"] for r in table} == {0, 1, 2}
+    assert {r["fragments"] for r in table} == {1, 2, 4, 8}
+    assert any(r["outer"] for r in table)
     assert {r["options"].get("bucket_mb") for r in table if r["algorithm"] == "ddp"} == {None, 10, 100}
     for r in table:
         if r["algorithm"] in ("ddp", "awc", "atc"):
@@ -275,10 +277,12 @@ def test_every_line_says_what_was_predicted(buckets):
         if choice.synchronous:
             assert (settings.algorithm.every, settings.gradients) == (choice.every, choice.gradients)
             assert getattr(settings.algorithm, "staleness", 0) == choice.staleness
+            assert settings.algorithm.fragments == choice.fragments
+            assert (settings.algorithm.outer is not None) == choice.outer
         plan = choice.plan.options
         assert {k: getattr(settings.exchange, {"bucket_mb": "bucket_mib"}.get(k, k)) for k in plan} == plan
         options_seen |= set(choice.options)
-        if buckets and choice.synchronous:
+        if buckets and choice.synchronous and choice.fragments == 1:
             assert -(-260_000_000 // round(settings.exchange.bucket_mib * 2**20)) == buckets
     assert {"every", "staleness", "gradients", "algorithm"} <= options_seen
 
@@ -287,6 +291,8 @@ CHOICES = [
     Choice(parse("gossipadam:one-peer-exponential:bf16"), "awc", "node"),
     Choice(parse("gossipadam:aer"), "atc", every=2),
     Choice(parse("gossipadam:ring:int8"), "awc", staleness=1),
+    Choice(parse("gossipadam:ring"), "awc", fragments=2),
+    Choice(parse("gossipadam:complete"), "awc", every=4, outer=True),
     Choice(parse("ad-psgd:complete"), "ad-psgd"),
     Choice(parse("a2cid2:ring"), "a2cid2"),
     Choice(parse("ddp:bf16"), "ddp"),
@@ -294,7 +300,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: str(c.method))
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: f"{c.method} {c.options}")
 def test_pasted_lines_train(choice, tmp_path):
     """The lines run as they are, in a job of one worker, and the model takes a step."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)

@@ -1,5 +1,6 @@
 """Moving bytes between workers: exchanges, wire formats, transports. The only importer of torch.distributed."""
 
+from gossamer.comm.accelerator import Accelerator
 from gossamer.comm.deadline import WARN_AFTER, Deadline, PeerWait
 from gossamer.comm.exchange import (
     Batch,
@@ -46,6 +47,7 @@ from gossamer.comm.wire import Plain, Wire, wire_named
 
 __all__ = [
     "WARN_AFTER",
+    "Accelerator",
     "Batch",
     "Channel",
     "ChannelId",

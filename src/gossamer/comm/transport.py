@@ -76,6 +76,7 @@ class Job:
     sent: dict[int, int] = field(default_factory=dict)  # bytes by peer
     stamp: Stamp | None = None  # where messages carry a header
     given_up: bool = False  # the training thread no longer waits for it
+    turn: int | None = None  # jobs with the same turn are carried out in launch order; None: the bucket
 
     @property
     def done(self) -> bool:

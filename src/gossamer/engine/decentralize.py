@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossamer.comm import (
+    Accelerator,
     DeviceMesh,
     GlooTransport,
     PrefixStore,
@@ -351,8 +352,9 @@ def _prefix(ranks: tuple[int, ...]) -> str:
 
 
 def _transport(model: nn.Module, store: Any, workers: WorkerGroup, timeout: float) -> Transport:
-    if isinstance(model, nn.Module) and any(p.device.type == "cuda" for p in model.parameters()):
+    on_gpu = [p.device for p in model.parameters() if p.is_cuda] if isinstance(model, nn.Module) else []
+    if on_gpu:
         from gossamer.comm.nccl import NcclTransport
 
-        return NcclTransport(store, workers, timeout)
+        return NcclTransport(store, workers, timeout, Accelerator(on_gpu[0]))
     return GlooTransport(store, workers, timeout)

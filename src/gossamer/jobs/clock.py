@@ -49,7 +49,7 @@ def simulated(method: Method, config: RunConfig, cluster: ClusterSpec) -> tuple[
     setting = _repeated(cluster, config.micro_batches)
     inside = config.exact_inside and method.algorithm != "ddp"
     where = setting.resized(Layout.of([1] * len(config.per_node))) if inside else setting
-    policy = default_policy(where, method)
+    policy = default_policy(where, method, config.fragments)
     if method.algorithm == "awc":
         policy = replace(
             policy,

@@ -70,6 +70,8 @@ class Row:
             "gradients": c.gradients,
             "every": c.every,
             "staleness": c.staleness,
+            "fragments": c.fragments,
+            "outer": c.outer,
             "options": c.options,
             "step_time": self.step_time,
             "saving": self.saving,
@@ -192,13 +194,13 @@ def _row(cluster: ClusterSpec, choice: Choice, result: Result, fastest: float, p
         starved = max(1.0, FEWEST_EXCHANGES / heard) if choice.method.asynchronous else 1.0
         quality = quality_factor(
             replicas=topology.n,
-            rounds=None if rounds is None else rounds / max(1e-9, result.exchange_rate),
+            rounds=None if rounds is None else rounds * choice.fragments / max(1e-9, result.exchange_rate),
             wire=choice.method.wire,
             asynchronous=choice.method.asynchronous,
             noise=noise.get(choice.gradients),
         )
         if choice.synchronous and rounds:
-            seconds = rounds * result.step_time / max(1e-9, result.exchange_rate)
+            seconds = rounds * choice.fragments * result.step_time / max(1e-9, result.exchange_rate)
     return Row(
         choice,
         result.step_time,
@@ -255,8 +257,8 @@ def _recommend(
     if gain < worth or sure <= 0:
         verdict = "keep DDP"
     compared = (
-        f"{best.method}{_options(best)} takes {best.step_time * 1e3:.3g} ms per step, {_less(best.saving_fp32)} than DDP "
-        f"in fp32 and {_less(1 - best.step_time / rival.step_time)} than {rival.method}; it {best.quality.words}"
+        f"{best.method}{_options(best)} takes {best.step_time * 1e3:.3g} ms per step, {_less(best.saving_fp32)} than "
+        f"DDP in fp32 and {_less(1 - best.step_time / rival.step_time)} than {rival.method}; it {best.quality.words}"
     )
     if verdict == "gossip":
         why = f"{where}; {compared}"

@@ -18,6 +18,7 @@ SIZES = (10.0, 100.0)  # MiB, around the engine's own choice (at most 25)
 IN_FLIGHT = (8,)  # fewer exchanges in flight than the engine's 4 are never faster in this model
 EVERY = (2, 4, 8, 16, 32)
 STALENESS = (1, 2)
+FRAGMENTS = (2, 4, 8)
 MOST_BUCKETS = 128  # more buckets only add latency, and time to predict
 ENGINE = ExchangePolicy()
 Gradients = Literal["worker", "node"]
@@ -51,6 +52,8 @@ class Choice:
     gradients: Gradients = "worker"
     every: int = 1
     staleness: int = 0
+    fragments: int = 1
+    outer: bool = False
     plan: BucketPlan = BucketPlan()
 
     @property
@@ -68,6 +71,8 @@ class Choice:
         named |= {"gradients": "node"} if self.gradients == "node" else {}
         named |= {"every": self.every} if self.every > 1 else {}
         named |= {"staleness": self.staleness} if self.staleness else {}
+        named |= {"fragments": self.fragments} if self.fragments > 1 else {}
+        named |= {"outer": "nesterov"} if self.outer else {}
         return named | self.plan.options
 
     def layout(self, cluster: ClusterSpec) -> Layout:
@@ -82,8 +87,9 @@ class Choice:
         period = self.topology(cluster).period
         if self.plan.bucket_mb is not None:
             buckets = max(1, math.ceil(cluster.model.bytes / max(1, round(self.plan.bucket_mb * MiB))))
+            buckets = -(-buckets // self.fragments) * self.fragments
         else:
-            buckets = cluster.model.buckets_for(period)
+            buckets = cluster.model.buckets_for(period, self.fragments)
         return ExchangePolicy(
             buckets,
             self.plan.stagger,
@@ -91,6 +97,8 @@ class Choice:
             combine="atc" if self.algorithm == "atc" else "awc",
             every=self.every,
             staleness=self.staleness,
+            fragments=self.fragments,
+            outer=self.outer,
         )
 
     def predict(self, cluster: ClusterSpec, steps: int, seed: int) -> Result:
@@ -99,7 +107,7 @@ class Choice:
             size = {"bucket_mb": self.plan.bucket_mb} if self.plan.bucket_mb is not None else {}
             return predict(self.method, cluster.changed(ddp=size), steps=steps, seed=seed)
         policy = None if self.method.asynchronous else self.policy(cluster)
-        rounds = max(20, -(-steps // self.every))
+        rounds = max(20, -(-steps // self.every), 4 * self.fragments)
         inside = self.gradients == "node"
         return predict(self.method, cluster, steps=rounds, seed=seed, policy=policy, exact_inside=inside)
 
@@ -152,6 +160,8 @@ def refined(cluster: ClusterSpec, choice: Choice) -> list[Choice]:
     made = [replace(choice, every=k) for k in EVERY]
     if choice.algorithm == "awc":
         made += [replace(choice, staleness=s) for s in STALENESS]
+        made += [replace(choice, every=k, outer=True) for k in EVERY]
+        made += [replace(choice, fragments=f) for f in FRAGMENTS]
     own = choice.plan
     plans = [] if cluster.model.buckets is not None else [BucketPlan(bucket_mb=s) for s in SIZES]
     plans += [BucketPlan(own.bucket_mb, in_flight=f) for f in IN_FLIGHT] + [BucketPlan(own.bucket_mb, stagger=False)]

@@ -47,8 +47,10 @@ def _optimizer(choice: Choice) -> str:
 
 
 def _arguments(choice: Choice) -> str:
-    settings = {"every": choice.every, "staleness": choice.staleness}
-    changed = {k: v for k, v in settings.items() if v != {"every": 1, "staleness": 0}[k]}
+    usual = Choice(choice.method, choice.algorithm)
+    names = ("every", "staleness", "fragments")
+    changed: dict[str, Any] = {k: getattr(choice, k) for k in names if getattr(choice, k) != getattr(usual, k)}
+    changed |= {"outer": "gossamer.Nesterov()"} if choice.outer else {}
     given = [f"topology={_written(choice.method.topology)}"]
     if changed:
         inner = ", ".join(f"{k}={v}" for k, v in changed.items())

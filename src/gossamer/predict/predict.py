@@ -49,17 +49,25 @@ class Abstract:
 Setting = ClusterSpec | Abstract
 
 
-def default_policy(setting: Setting, method: Method | None = None) -> ExchangePolicy:
-    """Return the default policy: in the abstract setting the paper's, else the engine's or the peer package's."""
+def default_policy(setting: Setting, method: Method | None = None, fragments: int = 1) -> ExchangePolicy:
+    """Return the default policy: in the abstract setting the paper's, else the engine's or the peer package's.
+
+    `fragments` is a setting of Gossamer's synchronous methods; the others keep 1.
+    """
+    if fragments < 1:
+        raise InputError(f"fragments must be at least 1, got {fragments}; 1 exchanges the whole model at once")
+    if method is None or method.package != "gossamer" or method.algorithm != "awc":
+        fragments = 1
     if isinstance(setting, Abstract):
-        return PAPER
+        return PAPER if fragments == 1 else replace(PAPER, buckets=fragments, fragments=fragments)
     if method is None or method.topology is None:
         return ExchangePolicy(setting.model.buckets_for(1))
     if method.package == "decent-dp":
         # torch's all-reduce in each group, one after another, with the same round for all buckets
         buckets = setting.model.buckets or math.ceil(setting.model.bytes / (25 * MiB))
         return ExchangePolicy(buckets, stagger=False, hierarchical=False, in_flight=1)
-    return ExchangePolicy(setting.model.buckets_for(build(method.topology, setting.layout).period))
+    period = build(method.topology, setting.layout).period
+    return ExchangePolicy(setting.model.buckets_for(period, fragments), fragments=fragments)
 
 
 def ddp_shares(setting: Setting, buckets: int = 1) -> Floats:
@@ -122,7 +130,11 @@ def predict(
         costs = ClusterCosts(setting, method.wire, policy.hierarchical, method.package == "decent-dp", inside)
         share = setting.ddp.backward_share
         update, mixing = serial_seconds(
-            setting, method, buckets=policy.buckets, every=policy.every, staleness=policy.staleness
+            setting,
+            method,
+            buckets=policy.buckets,
+            fragments=policy.fragments,
+            copies=policy.outer or policy.staleness > 0,
         )
     if method.algorithm == "ddp":
         shares = ddp_shares(setting, policy.buckets)
@@ -143,7 +155,7 @@ def _cpu_per_step(schedule: Schedule, costs: AbstractCosts | ClusterCosts, polic
     """Return the CPU seconds of a worker's communication per step."""
     rounds = [schedule.topology.round(k) for k in range(min(schedule.topology.period, MOST_ROUNDS))]
     each = [float(costs.exchange(r, 1.0).cpu.mean()) for r in rounds]
-    return sum(each) / len(each) / policy.every
+    return sum(each) / len(each) / policy.every / policy.fragments
 
 
 def of_nodes(cluster: ClusterSpec, method: Method, steps: int = STEPS, seed: int = 0) -> ClusterSpec:

@@ -46,18 +46,20 @@ def exchange_seconds(
 
 
 def serial_seconds(
-    cluster: ClusterSpec, method: Method, *, buckets: int = 1, every: int = 1, staleness: int = 0
+    cluster: ClusterSpec, method: Method, *, buckets: int = 1, fragments: int = 1, copies: bool = False
 ) -> tuple[float, float]:
-    """Return the training thread's seconds: at the end of every step, and in addition where it mixes."""
+    """Return the training thread's seconds: at the end of every step, and in addition where it mixes.
+
+    With staleness or outer steps the engine `copies` the values that it sends, and corrects by them.
+    """
     update = update_seconds(cluster, method)
     costs = cluster.costs
     if costs is None or method.package == "decent-dp":  # the presets' compute times are fitted to that package's
         return update, 0.0
     if method.algorithm == "ddp":
         return update + costs.ddp_us * 1e-6, 0.0
-    passes = 1 + 2 * bool(staleness)  # with staleness the values are copied when they are sent, and corrected
-    mix = passes * cluster.model.bytes / GB / costs.mix_gb_per_s + buckets * costs.bucket_us * 1e-6
-    return update + costs.step_us * 1e-6, mix
+    mix = (3 if copies else 1) * cluster.model.bytes / GB / costs.mix_gb_per_s + buckets * costs.bucket_us * 1e-6
+    return update + costs.step_us * 1e-6, mix / fragments
 
 
 def update_seconds(cluster: ClusterSpec, method: Method) -> float:
