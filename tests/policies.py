@@ -7,7 +7,7 @@ from typing import Any
 import gossamer
 
 ALGORITHM = ("every", "staleness", "average_every", "rate", "max_staleness", "gaps", "pairing", "clock", "seed")
-EXCHANGE = ("bucket_mib", "in_flight", "stagger", "hierarchical")
+EXCHANGE = ("bucket_mib", "in_flight", "stagger", "hierarchical", "transport")
 DEADLINES = ("soft_deadline", "hard_deadline")
 
 
