@@ -72,6 +72,7 @@ def simulate(
     in_flight: Annotated[int | None, typer.Option(help="Buckets exchanged at the same time.")] = None,
     staleness: Annotated[int, typer.Option(help="Steps that may proceed while a late exchange is in flight.")] = 0,
     every: Annotated[int, typer.Option(help="Steps between two exchanges.")] = 1,
+    fragments: Annotated[int, typer.Option(help="Exchange one of so many parts of the model at a time.")] = 1,
     atc: Annotated[bool, typer.Option("--atc", help="Adapt, then combine: no overlap.")] = False,
     rate: Annotated[
         float, typer.Option(help="Asynchronous methods: exchanges per worker and mean compute time.")
@@ -134,7 +135,7 @@ def simulate(
     def run(method: Method, setting: Setting, spans: int = 0) -> Result:
         from gossamer.predict.predict import default_policy, predict
 
-        policy = _policy(default_policy(setting, method), asked)
+        policy = _policy(default_policy(setting, method, fragments), asked)
         return predict(method, setting, steps=steps, seed=seed, policy=policy, rate=rate, trace_steps=spans)
 
     results = {m: run(m, setting, spans) for m in chosen}

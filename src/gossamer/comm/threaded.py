@@ -18,8 +18,9 @@ AGAIN = 0.05  # seconds between attempts to cut
 
 
 class ThreadedChannel(Channel):
-    """Threads that carry out exchanges in launch order. On every worker, bucket b runs on thread b modulo the number of
-    threads, so all workers perform a thread's exchanges in the same order and cannot wait in a circle.
+    """Threads that carry out exchanges in launch order. On every worker, a bucket always runs on the same thread: its
+    turn modulo the number of threads. So all workers perform a thread's exchanges in the same order and cannot wait in
+    a circle.
 
     With an `accelerator`, messages on it are copied through the host (`staging.py`)."""
 
@@ -54,7 +55,8 @@ class ThreadedChannel(Channel):
             job.ready = self._accelerator.mark()
         with self._done:
             self._pending += 1
-        self._queues[job.bucket % len(self._queues)].put(job)
+        turn = job.bucket if job.turn is None else job.turn
+        self._queues[turn % len(self._queues)].put(job)
 
     def wait(self, job: Job, timeout: float) -> bool:
         with self._done:

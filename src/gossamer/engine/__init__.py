@@ -5,6 +5,7 @@ from gossamer.comm.tcp import HostedDirectory
 from gossamer.engine.decentralize import decentralize, node_group
 from gossamer.engine.elastic.gossip import ElasticGossip
 from gossamer.engine.gossip import Gossip
+from gossamer.engine.outer import Accelerated, HeavyBall, Nesterov, SlowMo, outer_named
 from gossamer.engine.policies import (
     ADPSGD,
     ATC,
@@ -25,20 +26,25 @@ __all__ = [
     "ATC",
     "AWC",
     "A2CiD2",
+    "Accelerated",
     "ConsensusGuard",
     "Continue",
     "ElasticGossip",
     "Exchange",
     "Gossip",
     "GossipHandle",
+    "HeavyBall",
     "HostedDirectory",
     "MixedParameters",
     "NeighborGuard",
+    "Nesterov",
     "Participation",
     "PeerError",
+    "SlowMo",
     "VirtualCluster",
     "algorithm",
     "decentralize",
     "node_group",
+    "outer_named",
     "probe",
 ]

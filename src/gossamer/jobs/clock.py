@@ -57,7 +57,7 @@ def simulated(method: Method, config: RunConfig, cluster: ClusterSpec) -> tuple[
         setting = setting.resized(Layout.of([1] * len(config.per_node))).changed(
             compute={**same, "seconds": inside.step_time, "samples": durations}
         )
-    policy = default_policy(setting, method)
+    policy = default_policy(setting, method, config.fragments)
     if method.algorithm == "awc":
         policy = replace(
             policy,

@@ -140,9 +140,12 @@ class ModelSpec(_Part):
     def bytes(self) -> float:
         return self.mb * 1e6
 
-    def buckets_for(self, period: int) -> int:
-        """Return the given number of buckets, or the engine's up to `MOST_BUCKETS`: more change no prediction."""
-        return self.buckets if self.buckets is not None else min(bucket_count(self.bytes, period), MOST_BUCKETS)
+    def buckets_for(self, period: int, fragments: int = 1) -> int:
+        """Return the number of buckets: the given one, or the engine's up to `MOST_BUCKETS` (more change no
+        prediction), rounded up to a multiple of `fragments`."""
+        if self.buckets is not None:
+            return -(-self.buckets // fragments) * fragments
+        return min(bucket_count(self.bytes, period, fragments), MOST_BUCKETS // fragments * fragments)
 
 
 class DdpSpec(_Part):

@@ -46,17 +46,25 @@ class Abstract:
 Setting = ClusterSpec | Abstract
 
 
-def default_policy(setting: Setting, method: Method | None = None) -> ExchangePolicy:
-    """Return the default policy: in the abstract setting the paper's, else the engine's or the peer package's."""
+def default_policy(setting: Setting, method: Method | None = None, fragments: int = 1) -> ExchangePolicy:
+    """Return the default policy: in the abstract setting the paper's, else the engine's or the peer package's.
+
+    `fragments` is a setting of Gossamer's synchronous methods; the others keep 1.
+    """
+    if fragments < 1:
+        raise InputError(f"fragments must be at least 1, got {fragments}; 1 exchanges the whole model at once")
+    if method is None or method.package != "gossamer" or method.algorithm != "awc":
+        fragments = 1
     if isinstance(setting, Abstract):
-        return PAPER
+        return PAPER if fragments == 1 else replace(PAPER, buckets=fragments, fragments=fragments)
     if method is None or method.topology is None:
         return ExchangePolicy(setting.model.buckets_for(1))
     if method.package == "decent-dp":
         # torch's all-reduce in each group, one after another, with the same round for all buckets
         buckets = setting.model.buckets or math.ceil(setting.model.bytes / (25 * MiB))
         return ExchangePolicy(buckets, stagger=False, hierarchical=False, in_flight=1)
-    return ExchangePolicy(setting.model.buckets_for(build(method.topology, setting.layout).period))
+    period = build(method.topology, setting.layout).period
+    return ExchangePolicy(setting.model.buckets_for(period, fragments), fragments=fragments)
 
 
 def ddp_shares(setting: Setting, buckets: int = 1) -> Floats:

@@ -34,7 +34,8 @@ class ExchangePolicy:
     """How exchanges are spread over time; the defaults are the engine's.
 
     `combine="atc"` (adapt then combine) averages after the step, without overlap. Workers mix every `every` steps. A
-    worker may take `staleness` steps without its exchange before it waits.
+    worker may take `staleness` steps without its exchange before it waits. With `fragments`, each exchange is of one of
+    so many parts of the model, in turn.
     """
 
     buckets: int = 4
@@ -45,9 +46,11 @@ class ExchangePolicy:
     every: int = 1
     combine: Literal["awc", "atc"] = "awc"
     average_every: int = 0
+    fragments: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("buckets", 1), ("in_flight", 1), ("every", 1), ("staleness", 0), ("average_every", 0)):
+        leasts = {"buckets": 1, "in_flight": 1, "every": 1, "staleness": 0, "average_every": 0, "fragments": 1}
+        for name, least in leasts.items():
             value = getattr(self, name)
             if value < least:
                 raise InputError(f"{name} must be at least {least}, got {value}")
@@ -108,7 +111,8 @@ class Network:
             each = ends.reshape(width, n)
             if recorder is not None:
                 for at, exchange in enumerate(wave.exchanges):
-                    recorder.exchange(k, bucket + at, exchange, starts[at * n : (at + 1) * n].copy(), each[at])
+                    number = -k % self.schedule.fragments + (bucket + at) * self.schedule.fragments
+                    recorder.exchange(k, number, exchange, starts[at * n : (at + 1) * n].copy(), each[at])
             done = np.maximum(done, each.max(axis=0))
             lanes[: width * n] = ends
             bucket += width
@@ -116,13 +120,14 @@ class Network:
 
     def _step(self, k: int) -> list[Wave]:
         """Return the buckets of exchange k, in waves of as many as may be in flight."""
-        key = -1 if self.schedule.averages(k) else k % self.schedule.topology.period
+        parts = self.schedule.fragments
+        key = -1 - k % parts if self.schedule.averages(k) else k % (parts * self.schedule.topology.period)
         found = self._waves.get(key)
         if found is None:
             if len(self._waves) >= self._most:  # a long period of many workers is not kept whole
                 self._waves.clear()
                 self._prepared.clear()
-            made = [self._exchange(k, b) for b in range(self.policy.buckets)]
+            made = [self._exchange(k, b) for b in range(self.policy.buckets) if self.schedule.exchanges(k, b)]
             width = self.policy.in_flight
             found = self._waves[key] = [Wave(made[b : b + width]) for b in range(0, len(made), width)]
         return found
@@ -194,7 +199,11 @@ def simulate(
     the end of each step.
     """
     schedule = replace(
-        schedule, stagger=policy.stagger, hierarchical=policy.hierarchical, average_every=policy.average_every
+        schedule,
+        stagger=policy.stagger,
+        hierarchical=policy.hierarchical,
+        average_every=policy.average_every,
+        fragments=policy.fragments,
     )
     n = costs.layout.n
     network = Network(schedule, costs, policy)
