@@ -109,7 +109,7 @@ def _cluster(
 def _varied(rows: list[Row]) -> list[Row]:
     """The best rows, at most three of a kind, so that topologies with equal times do not hide other choices."""
     count: Counter[tuple[str, str]] = Counter()
-    kept = []
+    kept: list[Row] = []
     for r in rows:
         kind = (r.choice.algorithm, r.choice.gradients)
         count[kind] += 1

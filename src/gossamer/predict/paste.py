@@ -61,8 +61,8 @@ def _arguments(choice: Choice) -> str:
         given.append(f"gradients={_written(choice.gradients)}")
     given.append(f"wire={_written(choice.method.wire)}")
     if choice.plan.options:
-        names = {"bucket_mb": "bucket_mib"}
-        inner = ", ".join(f"{names.get(k, k)}={_written(v)}" for k, v in choice.plan.options.items())
+        spelled = {"bucket_mb": "bucket_mib"}
+        inner = ", ".join(f"{spelled.get(k, k)}={_written(v)}" for k, v in choice.plan.options.items())
         given.append(f"exchange=gossamer.Exchange({inner})")
     return ", ".join(given)
 
