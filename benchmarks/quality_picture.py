@@ -53,7 +53,7 @@ def main() -> None:
     axes.text(0.003, len(SETTINGS) - 0.48, "all-reduce", color=INK, fontsize=9)
     axes.set_yticks(range(len(SETTINGS)), list(SETTINGS.values())[::-1])
     axes.set_ylim(-0.5, len(SETTINGS) - 0.3)
-    axes.set_xlabel("loss minus all-reduce's after the same steps, at its best learning rate (95 % interval)")
+    axes.set_xlabel("loss minus all-reduce's, with 95 % interval")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper right")
     figure.savefig(ROOT / "docs/images/quality.svg", metadata={"Date": None})
