@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +14,7 @@ from gossamer.cli.common import Json, command_app, print_json
 from gossamer.errors import InputError
 
 if TYPE_CHECKING:
-    from gossamer.report.watch.terminal import Update
+    from gossamer.report.watch.terminal import Ask, Update
 
 app = command_app()
 
@@ -68,7 +68,7 @@ def _folder(
         if host is not None or port is not None:
             raise InputError("--terminal and --json serve no page; leave --host and --port out")
         run = WatchedRun(folder)
-        _without_page(run.facts.to_dict(), run.update, as_json)
+        _without_page(lambda: run.facts.to_dict(), run.update, as_json)
         return
     with serve(folder, host=host or LOCALHOST, port=port or 0, token=token) as server:
         typer.echo(f"watching {folder} at {server.url} (Ctrl-C ends)")
@@ -77,7 +77,7 @@ def _folder(
             _until_interrupted()
         else:  # no browser here: the terminal shows the run, and the page can be opened from elsewhere
             run = WatchedRun(folder)
-            _show(run.facts.to_dict(), run.update, server.url)
+            _show(lambda: run.facts.to_dict(), run.update, server.url)
             _until_interrupted()
 
 
@@ -87,31 +87,30 @@ def _address(what: str, terminal: bool, token: str | None, browser: bool, as_jso
     address = WatchAddress.parse(what, token)
     facts = address.facts()
     if terminal or as_json:
-        _without_page(facts, address.frames, as_json)
+        _without_page(address.facts, address.update, as_json)
         return
     typer.echo(f"{facts['task']}, {facts['method']}: {address.url}")
     if browser and not _open(address.url) and sys.stdout.isatty():
-        _show(facts, address.frames, address.url)
+        _show(address.facts, address.update, address.url)
 
 
-def _without_page(facts: dict[str, Any], update: Update, as_json: bool) -> None:
+def _without_page(ask: Ask, update: Update, as_json: bool) -> None:
     if not as_json:
-        _show(facts, update, "")
+        _show(ask, update, "")
         return
-    found = update(0.0, 0)
-    newest = found["frames"][-1] if found["frames"] else None
+    found, facts = update(0, 0.0, 0), ask()
     shown = {k: facts[k] for k in ("folder", "task", "method", "kind", "workers", "node", "steps")}
     rest = {k: found[k] for k in ("status", "evaluations", "events", "notes", "seconds")}
-    print_json({**shown, **rest, "frame": newest})
+    print_json({**shown, **rest, "frame": found["newest"]})
 
 
-def _show(facts: dict[str, Any], update: Update, address: str) -> None:
+def _show(ask: Ask, update: Update, address: str) -> None:
     from rich.console import Console
 
     from gossamer.report.watch.terminal import TerminalView
 
     try:
-        TerminalView(facts, update).run(Console(highlight=False, emoji=False), address=address)
+        TerminalView(ask, update).run(Console(highlight=False, emoji=False), address=address)
     except KeyboardInterrupt:
         raise typer.Exit() from None
 

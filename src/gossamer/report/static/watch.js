@@ -1,11 +1,12 @@
 "use strict";
-// The live page of a run. `run` holds what is fixed; `frames` the states of all workers, `every` seconds apart.
+// The live page of a run. `run` holds what is fixed; `frames` the states of all workers, the first `onGrid` of them
+// `every` seconds apart, then the newest.
 const NS = "http://www.w3.org/2000/svg";
 const POLL = 1000; // milliseconds between two looks
 const SLOW = 1.3; // a worker is slow if its own time of a step is this many times the median
 const $ = (id) => document.getElementById(id);
 const token = new URLSearchParams(location.search).get("token");
-let run = null, version = 0, every = 0, frames = [], plans = {}, rest = {}, at = -1, live = true, playing = 0;
+let run = null, version = 0, every = 0, frames = [], onGrid = 0, plans = {}, rest = {}, at = -1, live = true, playing = 0;
 let chosen = null, sortBy = "worker", charts = {}, drawnRound = "", lost = 0;
 
 const of = (frame, name, worker) => (Array.isArray(frame[name]) ? frame[name][worker] : frame[name]);
@@ -36,15 +37,16 @@ async function ask(path) {
 
 async function look() {
   try {
-    const found = await ask(`api/frames?every=${every}&begin=${frames.length}`);
+    const found = await ask(`api/frames?version=${version}&every=${every}&begin=${onGrid}`);
     if (found.version !== version) {
       run = await ask("api/run");
       [version, frames, plans, drawnRound] = [found.version, [], {}, ""];
+      onGrid = 0;
       begin();
-      if (found.begin > 0) { every = 0; return setTimeout(look, 0); }
     }
     const before = frames.length ? frames[Math.max(0, at)].time : 0;
-    frames = frames.slice(0, found.begin).concat(found.frames);
+    frames = frames.slice(0, found.begin).concat(found.frames, found.newest ? [found.newest] : []);
+    onGrid = found.begin + found.frames.length;
     const anew = found.begin === 0;
     every = found.every;
     Object.assign(plans, found.plans);
@@ -404,7 +406,7 @@ function play() {
   $("play").textContent = playing ? "⏸" : "▶";
   if (!playing) return;
   if (at >= frames.length - 1) go(0);
-  playing = setInterval(() => { if (at >= frames.length - 1) return play(); return go(at + 1); }, Math.max(60, 20000 / Math.max(1, frames.length)));
+  playing = setInterval(() => { if (at >= frames.length - 1) return play(); return go(at + 1); }, Math.min(300, Math.max(60, 20000 / frames.length)));
 }
 
 $("play").addEventListener("click", play);

@@ -50,9 +50,9 @@ class WatchAddress:
             raise InputError(f"{self.host}:{self.port} answers, but it is no Gossamer job; check the address")
         return found
 
-    def frames(self, every: float, begin: int) -> dict[str, Any]:
+    def update(self, version: int = 0, every: float = 0.0, begin: int = 0) -> dict[str, Any]:
         """Return what `WatchedRun.update` returns."""
-        return self._ask(f"/api/frames?every={every!r}&begin={begin}")
+        return self._ask(f"/api/frames?version={version}&every={every!r}&begin={begin}")
 
     def _ask(self, path: str) -> dict[str, Any]:
         where = f"{self.host}:{self.port}"

@@ -13,7 +13,7 @@ from gossamer.report.watch.history import History, Observation
 
 Frame = dict[str, Any]
 
-WINDOW = 2.0  # seconds over which rates are taken, or three frames
+WINDOW = (2.0, 30.0)  # seconds over which rates are taken: three frames, within these limits
 MOST_LINKS = 128  # of a frame, the busiest ones
 RECENT = 20  # steps whose time says how long a step takes
 SILENT = (5.0, 8.0)  # a worker is silent after so many seconds and so many steps' times without a step
@@ -35,7 +35,7 @@ def frame_at(run: Sources, seconds: float, *, last: bool) -> Frame:
     Values of workers are lists by rank, or one value if all workers have the same.
     """
     time = run.clock.wall(seconds)
-    window = max(WINDOW, 3 * run.every)
+    window = min(max(WINDOW[0], 3 * run.every), WINDOW[1])
     rows = [_of_process(history, time, window) for history in run.histories]
     observed = [h.observation(w, time, window) for w, h in _workers(run)]
     awaited, spent = _awaited(observed)

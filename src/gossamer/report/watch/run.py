@@ -16,7 +16,7 @@ from gossamer.report.watch.frames import Frame, frame_at
 from gossamer.report.watch.history import History
 from gossamer.report.watch.tail import Row, Tail
 
-FINEST = 0.1  # seconds between frames of a short run; doubled whenever there are MOST_FRAMES
+FINEST = 0.25  # seconds between frames of a short run; doubled whenever there are MOST_FRAMES
 MOST_FRAMES = 300
 MOST_EVALUATIONS = 400
 MOST_EVENTS = 200
@@ -58,28 +58,34 @@ class WatchedRun:
         self._events_tail = Tail(self._folder / "events.jsonl")
         self.histories = [History() for _ in range(processes)]
         self.evaluations: dict[int, Row] = {}
+        self._listed: tuple[int, list[dict[str, Any]]] = (0, [])
         self.events: list[Row] = []
         self.clock = RunClock()
         self.every = FINEST
         self._frames: list[Frame] = []
         self._plans: dict[str, dict[str, Any]] = {}
 
-    def update(self, every: float = 0.0, begin: int = 0) -> dict[str, Any]:
-        """Read what is new and return the frames from number `begin` on, if frames still are `every` seconds apart.
+    def update(self, version: int = 0, every: float = 0.0, begin: int = 0) -> dict[str, Any]:
+        """Read what is new and return the frames from number `begin` on, and the newest state as a frame of its own.
 
-        If they are not, because the run has become longer, all frames are returned with the new distance.
+        All frames are returned if the run has another `version` by now, or if frames are no longer `every` seconds
+        apart because the run has become longer. A plan is returned with the first frame that refers to it.
         """
         with self._lock:
             self._configure()
             self._read()
             self._extend()
-            first = begin if every == self.every and begin <= len(self._frames) else 0
-            plans = {f["plan"] for f in self._frames[first:]}
+            same = version == self.version and every == self.every and begin <= len(self._frames)
+            first = begin if same else 0
+            newest = self._newest()
+            seen = [*self._frames[first:], *([newest] if newest else [])]
+            plans = {f["plan"] for f in seen} - {f["plan"] for f in self._frames[:first]}
             return {
                 "version": self.version,
                 "every": self.every,
                 "begin": first,
                 "frames": self._frames[first:],
+                "newest": newest,
                 "plans": {key: self._plan(key) for key in sorted(plans)},
                 "evaluations": self._evaluations(),
                 "events": [
@@ -136,11 +142,13 @@ class WatchedRun:
         while self.clock.end / self.every > MOST_FRAMES:
             self.every *= 2
             self._frames = self._frames[1::2]
+        for k in range(len(self._frames), int(self.clock.end / self.every)):
+            self._frames.append(frame_at(self, (k + 1) * self.every, last=False))
+
+    def _newest(self) -> Frame | None:
+        """Return the frame of the latest row; None before there is any row."""
         over = self.status()["state"] != "running"
-        due = int(self.clock.end / self.every) + over  # frame k is at the time (k + 1) * every
-        for k in range(len(self._frames), due):
-            at = min((k + 1) * self.every, self.clock.end)
-            self._frames.append(frame_at(self, at, last=over and k == due - 1))
+        return None if self.clock.end is None else frame_at(self, self.clock.end, last=over)
 
     def _plan(self, key: str) -> dict[str, Any]:
         if key not in self._plans:
@@ -149,7 +157,9 @@ class WatchedRun:
 
     def _evaluations(self) -> list[dict[str, Any]]:
         """Return the evaluations in order, thinned if there are very many."""
-        found = []
+        if len(self.evaluations) == self._listed[0]:
+            return self._listed[1]
+        found: list[dict[str, Any]] = []
         for step, row in sorted(self.evaluations.items()):
             averaged = row["averaged"] if isinstance(row.get("averaged"), dict) else {}
             at = _time(row)
@@ -162,7 +172,8 @@ class WatchedRun:
                     "consensus_distance": row.get("consensus_distance"),
                 }
             )
-        return found[:: -(-len(found) // MOST_EVALUATIONS) or 1]
+        self._listed = (len(self.evaluations), found[:: -(-len(found) // MOST_EVALUATIONS) or 1])
+        return self._listed[1]
 
     def _notes(self) -> list[str]:
         found = []

@@ -2,7 +2,7 @@
 
 GET /            the page
 GET /api/run     `Facts.to_dict`
-GET /api/frames  `WatchedRun.update`, from frame `begin` if frames are still `every` seconds apart
+GET /api/frames  `WatchedRun.update` of the query's version, every and begin
 
 Files are read when a page asks, so a run that nobody watches pays nothing.
 """
@@ -111,10 +111,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(self.server.run.facts.to_dict())
         elif url.path == "/api/frames":
             try:
-                every, begin = float(query.get("every", ["0"])[0]), int(query.get("begin", ["0"])[0])
-                self._answer(self.server.run.update(every, max(0, begin)))
+                version, every, begin = (query.get(name, ["0"])[0] for name in ("version", "every", "begin"))
+                self._answer(self.server.run.update(int(version), float(every), max(0, int(begin))))
             except ValueError:
-                self._answer({"error": "every and begin must be numbers"}, HTTPStatus.BAD_REQUEST)
+                self._answer({"error": "version, every and begin must be numbers"}, HTTPStatus.BAD_REQUEST)
             except GossamerError as error:  # the folder was damaged or removed meanwhile
                 self._answer({"error": str(error)}, HTTPStatus.CONFLICT)
         else:

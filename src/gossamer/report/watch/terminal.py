@@ -22,23 +22,29 @@ SLOW = 1.3  # as on the page
 STYLES = {"slow": "yellow", "gone": "red", "stopped": "red", "silent": "magenta", "done": "green"}
 UNUSUAL = ("gone", "slow", "silent", "starting", "stopped", "training", "done")  # in this order if not all fit
 
-Update = Callable[[float, int], dict[str, Any]]
-"""From the distance and number of the frames that are known to what `WatchedRun.update` returns."""
+Ask = Callable[[], dict[str, Any]]
+Update = Callable[[int, float, int], dict[str, Any]]
+"""`WatchedRun.update`, of a folder or over HTTP."""
 
 
 class TerminalView:
     """Keeps the frames of a run and renders the newest one."""
 
-    def __init__(self, facts: dict[str, Any], update: Update):
-        self.facts, self._update = facts, update
-        self._every, self._frames = 0.0, list[Frame]()
+    def __init__(self, ask_facts: Ask, update: Update):
+        self._ask_facts, self._update = ask_facts, update
+        self.facts: dict[str, Any] = {}
+        self._version, self._every, self._frames = 0, 0.0, list[Frame]()
+        self._newest: Frame | None = None
         self.latest: dict[str, Any] = {}
 
     def look(self) -> None:
         """Ask for new frames."""
-        self.latest = found = self._update(self._every, len(self._frames))
+        self.latest = found = self._update(self._version, self._every, len(self._frames))
+        if found["version"] != self._version:
+            self.facts, self._version = self._ask_facts(), found["version"]
         self._every = found["every"]
         self._frames = [*self._frames[: found["begin"]], *found["frames"]]
+        self._newest = found["newest"]
 
     @property
     def over(self) -> bool:
@@ -66,9 +72,9 @@ class TerminalView:
             f"   {status['text']}   step {status['step']}/{status['steps']}",
             f"   {address}" if address else "",
         )
-        if not self._frames:
+        frame = self._newest
+        if frame is None:
             return head
-        frame = self._frames[-1]
         lines: list[RenderableType] = [head, *self._curves()]
         lines.append(_table(facts, frame, max(4, height - 8 - len(lines))))
         for event in self.latest["events"][-3:]:
@@ -78,7 +84,11 @@ class TerminalView:
         return Group(*lines)
 
     def _curves(self) -> list[Text]:
-        losses = [statistics.fmean(k) for f in self._frames if (k := _known(_all(f, "loss", self.facts)))]
+        losses = [
+            statistics.fmean(k)
+            for f in [*self._frames, self._newest]
+            if f and (k := _known(_all(f, "loss", self.facts)))
+        ]
         distances = [e["consensus_distance"] for e in self.latest["evaluations"] if e["consensus_distance"]]
         found = []
         for name, values in (("training loss", losses), ("consensus distance", distances)):
