@@ -123,13 +123,23 @@ def _refuse_with_resume(folder: Path, flags: RunFlags) -> None:
 
 def _print(outcome: dict[str, Any], folder: Path, config: RunConfig, as_json: bool) -> None:
     from gossamer.jobs.progress import values
+    from gossamer.report.held_up import held_up_in
     from gossamer.report.noise import noise_line
     from gossamer.report.runs import grouped, load_run
 
     run = load_run(folder)
     noise = noise_line(grouped([run])) if run.evaluations else None
+    waits = [] if config.virtual else held_up_in(folder)
     if as_json:
-        print_json({"folder": str(folder), "method": config.method, **outcome, "noise": noise})
+        print_json(
+            {
+                "folder": str(folder),
+                "method": config.method,
+                **outcome,
+                "noise": noise,
+                "held_up": [w.to_dict() for w in waits],
+            }
+        )
     else:
         seconds = outcome["seconds"] / max(1, outcome["step"])
         clock = "simulated " if config.virtual else ""
@@ -137,6 +147,8 @@ def _print(outcome: dict[str, Any], folder: Path, config: RunConfig, as_json: bo
         print_rich(f"{folder}: {steps}, {seconds * 1e3:.1f} {clock}ms per step  {values(outcome)}")
         if noise is not None:
             print_rich(noise)
+        for found in waits:
+            print_rich(f"{found.sentence} {found.change}".strip())
     if outcome["stopped"]:
         how = f"resume with: gossamer train --resume {folder}"
         typer.echo(f"stopped after step {outcome['step']} of {config.steps}; {how}", err=True)

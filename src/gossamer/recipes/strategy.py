@@ -78,6 +78,10 @@ class Strategy(ABC):
         """Bytes that one worker has sent since the start of this process, as far as they are known."""
         return 0.0
 
+    def waits(self) -> dict[str, Any] | None:
+        """For which peers this process waited, and in how many buckets it exchanges; None without gossip."""
+        return None
+
     def seconds_waited(self) -> float | None:
         """Seconds that one worker has waited for others since the start of this process; None if unknown."""
         return None
@@ -243,6 +247,13 @@ class GossipStrategy(Strategy):
     def bytes_sent(self) -> float:
         stats = self.gossip.stats()
         return float(stats["bytes_sent"] + self._inside * stats["steps"])
+
+    def waits(self) -> dict[str, Any]:
+        stats = self.gossip.stats()
+        size = sum(p.numel() * p.element_size() for r in self.replicas for p in r.model.parameters())
+        buckets = max(1, int(stats["buckets"]))
+        by_peer = stats["seconds_waited_by_peer"]
+        return {"by_peer": by_peer, "buckets": buckets, "bucket_bytes": size / buckets, "steps": stats["steps"]}
 
     def seconds_waited(self) -> float:
         return float(self.gossip.stats()["seconds_waited"])

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from gossamer.comm import clock
 
+BEHIND = 16.0  # units that exchanges may be late before a warning
 LATER = 50  # steps after which the unit is compared with the step time
 FAR = 4.0  # a unit this many times as long as a step deserves a warning
 
@@ -30,6 +31,9 @@ class WallClock:
         self._laps: list[float] = []  # seconds that the first steps took
         self._later: list[float] = []  # seconds of the steps after that
         self._judged = False
+        self._late_at: float | None = None  # how late exchanges were when that was last looked at
+        self._told_late = False
+        self._halted: float | None = None
         self._last = clock()
 
     def now(self) -> float:
@@ -38,17 +42,26 @@ class WallClock:
     def until(self, time: float) -> float | None:
         return None if self.unit is None else max(0.0, time - self.now()) * self.unit
 
-    def at(self, time: float) -> float:
-        return self.now()
-
     def start(self, unit: float) -> None:
         self.unit, self._origin = unit, clock() - self.start_at * unit
 
     def rewind(self, time: float) -> None:
         """Continue at `time`: a state was loaded."""
         self.start_at = time
+        if self._halted is not None:
+            self._halted = time
         if self.unit is not None:
             self.start(self.unit)
+
+    def halt(self) -> None:
+        """Stand still from now until `go_on`: all workers are in a collective call."""
+        self._halted = self.now()
+
+    def go_on(self) -> None:
+        """Leave the time since `halt` out: exchanges that nobody could make are not owed afterwards."""
+        if self._halted is not None:
+            self.rewind(self._halted)
+        self._halted = None
 
     def lap(self) -> None:
         """Record how long the step that has just ended took."""
@@ -67,6 +80,16 @@ class WallClock:
     def usual_lap(self) -> float | None:
         """Median seconds per step, without the first step, which also sets things up."""
         return statistics.median_low(self._laps[1:]) if len(self._laps) > 1 else None
+
+    def behind(self, due: float) -> float | None:
+        """Once: how late the exchange is that was due at `due`, if exchanges are late by more than `BEHIND` units, and
+        by at least half as much again as when that was first so."""
+        late = self.now() - due
+        if self._told_late or self.unit is None or late < BEHIND:
+            return None
+        self._late_at = self._late_at or late
+        self._told_late = late > 1.5 * self._late_at
+        return late if self._told_late else None
 
     def slow_start(self) -> SlowStart | None:
         """Once, after `LATER` steps: the times, if the unit is too long because this worker's first steps were slow."""
@@ -89,9 +112,6 @@ class VirtualClock:
 
     def until(self, time: float) -> float | None:
         return 0.0 if time <= self.goal else None
-
-    def at(self, time: float) -> float:
-        return time
 
     def load(self, time: float) -> None:
         self.time = self.goal = time

@@ -60,6 +60,15 @@ class Timetable:
         assert self.next is not None
         return self.next.peer_of(self.rank)
 
+    def horizon(self, now: float) -> float:
+        """How far Mix may advance at `now`: not beyond the next event, which may be late.
+
+        Note [Why Mix follows the events]: A2CiD2's momentum is stable if x and x~ are mixed, between two exchanges, for
+        the time that the sequence has between them. If they were mixed for the time that passes on the wall while
+        exchanges are late, long sparse graphs would diverge, even at learning rate 0.
+        """
+        return now if self.next is None else min(now, self.next.time)
+
     def done_until(self, time: float) -> bool:
         return self.next is not None and self.next.time > time
 
@@ -127,11 +136,11 @@ class Swap:
         return self._launch(Job(event.number, len(self._outs), swap))
 
     @torch.no_grad()
-    def send(self, event: Event, now: float) -> list[Job]:
+    def send(self, event: Event) -> list[Job]:
         """Swap x as it is now, one job per bucket."""
         peer = event.peer_of(self._rank)
         wired = self._layout.nodes == 1 or self._layout.node[peer] != self._layout.node[self._rank]
-        self._state.depart(now)
+        self._state.depart(event.time)
         jobs = []
         for b, (sent, out) in enumerate(zip(self._state.sent, self._outs, strict=True)):
             whole = Piece(peer, 0, sent.numel(), 1.0)
@@ -140,15 +149,16 @@ class Swap:
         return jobs
 
     @torch.no_grad()
-    def receive(self, now: float, jobs: Sequence[Job]) -> None:
+    def receive(self, event: Event, jobs: Sequence[Job]) -> None:
         """Everything has arrived: update x and x~."""
         for job in jobs:
             self._metrics.exchanged(job)
-        self._state.arrive(now, jobs)
+        self._state.arrive(event.time, jobs)
         self._metrics.rounds += 1
 
     def _launch(self, job: Job) -> Job:
-        self._channel.launch(job)
+        with self._state.turns.beside():
+            self._channel.launch(job)
         return job
 
 

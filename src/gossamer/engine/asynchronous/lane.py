@@ -33,7 +33,7 @@ class AsyncLane(Lane):
         events = Events(topology, policy.rate, policy.seed + 7919 * self.index, policy.gaps, pairing)
         rates = rates_of(topology) if isinstance(policy, A2CiD2) else None
         self._lock = threading.Condition()  # guards the state, the clock and the timetable
-        self.state = State(self.buckets, self.rank, topology.n, rates, policy.rate)
+        self.state = State(self.buckets, self.rank, topology.n, rates, policy.rate, parts.transport.accelerator)
         self.clock = WallClock() if policy.clock == "wall" else VirtualClock()
         wall = isinstance(self.clock, WallClock)
         self.timetable = Timetable(events, self.rank, trial=wall and policy.pairing == "auto")
@@ -76,7 +76,7 @@ class AsyncLane(Lane):
         try:
             self._raise_failure()
             self._adopt_loaded()
-            self.state.show(self.clock.now())
+            self.state.show(self.timetable.horizon(self.clock.now()))
         except BaseException:
             self._release_lock()
             raise
@@ -93,6 +93,20 @@ class AsyncLane(Lane):
         self._release_lock()
         if isinstance(self.clock, WallClock):
             self._check_unit(self.clock)
+            self._check_backlog(self.clock)
+
+    def _check_backlog(self, wall: WallClock) -> None:
+        due = self.timetable.next
+        late = None if due is None else wall.behind(due.time)
+        if late is not None:
+            rate = self.policy.rate
+            warnings.warn(
+                f"worker {self.rank}'s exchanges are {late:.0f} gradient times behind and fall back further: they take "
+                f"longer than rate={rate:g} allows, so the workers mix less than they could. Use a lower rate=, a "
+                "smaller wire= such as 'bf16', or a faster network",
+                GossamerWarning,
+                stacklevel=2,
+            )
 
     def _check_unit(self, wall: WallClock) -> None:
         slow = wall.slow_start()
@@ -110,7 +124,8 @@ class AsyncLane(Lane):
     def values(self) -> list[Tensor]:
         with self._lock, torch.no_grad():
             self._adopt_loaded()
-        return self.state.x
+            with self.state.turns.training():  # the caller reads x after the events that were performed
+                return self.state.x
 
     def total_steps(self) -> int:
         """Steps of all workers that this worker knows of. The number lags, so a budget is overshot a little."""
@@ -191,11 +206,11 @@ class AsyncLane(Lane):
     def begin(self, event: Event) -> list[Job]:
         """Launch a virtual worker's part of an event."""
         self.timetable.started = event.number
-        return [self._swap.greet(event, parked=False), *self._swap.send(event, event.time)]
+        return [self._swap.greet(event, parked=False), *self._swap.send(event)]
 
     def end(self, event: Event, jobs: list[Job]) -> None:
         """Apply a virtual worker's event after its partner has launched it too."""
-        self._swap.receive(event.time, jobs[1:])
+        self._swap.receive(event, jobs[1:])
 
     def mix_only(self) -> None:
         """Let one gradient's time pass without a step, so that other workers can continue."""
@@ -237,6 +252,8 @@ class AsyncLane(Lane):
             self._lock.notify_all()
             if self._thread is not None:
                 self._stand_still(lambda: self.timetable.done_through(number), self._partner)
+            if isinstance(self.clock, WallClock):
+                self.clock.halt()
 
     def park(self) -> None:
         """This worker takes no steps for now, so `max_staleness` must not hold others back because of it."""
@@ -251,6 +268,7 @@ class AsyncLane(Lane):
             self.timetable.limit = None
             if isinstance(self.clock, WallClock):
                 self.clock.pause()
+                self.clock.go_on()
             if self._thread is not None:
                 self._thread.park(False)
 
@@ -306,7 +324,6 @@ class AsyncLane(Lane):
                 self.k = round(self.clock.time)
             elif self._thread is not None:
                 self.clock.rewind(time)
-                self.state.time = time
             if self._thread is not None:
                 self.timetable.limit = state["started"]  # begin no event before this collective call ends
             self._lock.notify_all()

@@ -118,12 +118,12 @@ class EventThread:
             if self._stopping:
                 return
             self._in_flight = True
-            jobs = self._swap.send(event, self._clock.at(event.time))
+            jobs = self._swap.send(event)
         since = clock()
         for job in jobs:
             self._await(job)
         with self._lock:
-            self._swap.receive(self._clock.at(event.time), jobs)
+            self._swap.receive(event, jobs)
             if self._timetable.trial is not None:
                 self._timetable.transfers.append(max(job.finished or 0.0 for job in jobs) - since)
             self._timetable.advance()

@@ -8,6 +8,7 @@ mean is not conserved exactly across a fault: one side of a pair may have applie
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
@@ -19,8 +20,10 @@ from gossamer.comm.tcp import TcpChannel
 from gossamer.engine.elastic.coordinator import ElasticCoordinator
 from gossamer.engine.elastic.meeting import Meeting, meeting_stamp
 from gossamer.engine.lane import LaneParts
+from gossamer.engine.outer import problem
 from gossamer.engine.protocol import ScalesWithReplicas
 from gossamer.engine.synchronous import SyncLane
+from gossamer.errors import GossamerWarning
 from gossamer.topology import build
 from gossamer.topology.plan import Program
 
@@ -84,6 +87,8 @@ class ElasticLane(SyncLane):
         self.planned = self.schedule = self._plans.schedule(record)
         if isinstance(self.optimizer, ScalesWithReplicas):
             self.optimizer.set_replicas(self.schedule.topology.n)
+        if self._outer_step is not None and (why := problem(self._outer_step.policy, self.schedule)) is not None:
+            warnings.warn(f"the members have changed: {why}", GossamerWarning, stacklevel=2)
         self._plan = record.plan(self._plans.description)
         ranks = self.schedule.ranks
         assert ranks is not None
@@ -95,9 +100,9 @@ class ElasticLane(SyncLane):
     def _launch_job(self, k: int, bucket: int, program: Program, make: Callable[[Scratch], ExchangeSteps]) -> Job:
         peers = frozenset(p.peer for step in program for p in (*step.sends, *step.recvs))
         if self.meeting is not None:
-            job = Job(self.meeting.number, bucket, make, stamp=meeting_stamp(peers))
+            job = Job(self.meeting.number, bucket, make, stamp=meeting_stamp(peers), turn=self.turn(bucket))
         else:
-            job = Job(k, bucket, make, stamp=Stamp(self.epoch, self._plan, peers))
+            job = Job(k, bucket, make, stamp=Stamp(self.epoch, self._plan, peers), turn=self.turn(bucket))
         self.channel.launch(job)
         return job
 
@@ -167,6 +172,6 @@ class ElasticLane(SyncLane):
     @torch.no_grad()
     def continue_from(self, rounds: int, steps: int) -> None:
         """Continue from another worker's state, which is in the parameters already."""
-        self.drop()
+        self.adopt()
         self.k, self.metrics.steps = rounds, steps
         self._members.advance(self.index, rounds)
