@@ -10,9 +10,9 @@ import typer
 from gossamer.cli.common import command_app, count_of, print_json, print_rich
 from gossamer.cli.run_options import OUTPUT, RunFlags, with_run_flags
 from gossamer.errors import InputError
-from gossamer.jobs.serving import Serving
 
 if TYPE_CHECKING:
+    from gossamer.jobs.serving import Serving
     from gossamer.recipes.config import RunConfig
 
 app = command_app()
@@ -52,6 +52,7 @@ def train(
     """Train a task on local workers, on virtual workers, or as a worker of a job that a launcher started."""
     from gossamer.comm.launcher import launched
     from gossamer.jobs.progress import summary_writer
+    from gossamer.jobs.serving import Serving
 
     if tensorboard:
         summary_writer()  # a missing package is an error before anything is started
