@@ -86,6 +86,33 @@ class Strategy(ABC):
         """Seconds that one worker has waited for others since the start of this process; None if unknown."""
         return None
 
+    def observe(self, losses: Sequence[float]) -> dict[int, dict[str, Any]]:
+        """Return what is known of each worker of this process beyond its progress, by rank.
+
+        `loss` is that of the worker's replica, one entry of `losses`. Gossip adds its `round`, the bytes `sent` and the
+        seconds `waited` by peer since the start of the process, and an elastic job its `members`.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for replica, loss in zip(self.replicas, losses, strict=True):
+            for worker in replica.members:
+                found[worker] = {"loss": loss}
+            if replica.gossip is not None:
+                found[replica.members[0]] |= self._observe_gossip(replica.gossip)
+        return found
+
+    def _observe_gossip(self, gossip: gossamer.Gossip) -> dict[str, Any]:
+        stats = gossip.stats()
+        seen = {
+            "round": stats["rounds"],
+            "sent": {self._rank_of(peer): b for peer, b in stats["bytes_sent_by_peer"].items()},
+            "waited": {self._rank_of(peer): round(s, 4) for peer, s in stats["seconds_waited_by_peer"].items()},
+        }
+        return {**seen, "members": stats["members"]} if "members" in stats else seen
+
+    def _rank_of(self, peer: int) -> int:
+        """Return the worker that a gossip handle numbers `peer`."""
+        return peer
+
     # -- collective --------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -345,6 +372,9 @@ class VirtualStrategy(Strategy):
         gossips = [] if self.cluster is None else self.cluster.gossips
         between = sum(g.stats()["bytes_sent"] for g in gossips) / self._workers
         return float(between + self._inside * self.replicas[0].scheduler.last_epoch)
+
+    def _rank_of(self, peer: int) -> int:
+        return self.replicas[peer].members[0]  # the cluster numbers replicas, which are nodes with `exact_inside`
 
     def make_stop(self, folder: Path) -> Stop:
         return StopHere()
