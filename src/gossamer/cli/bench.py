@@ -20,6 +20,7 @@ from gossamer.cli.common import (
     layout_from,
     print_json,
     print_rich,
+    refuse_launcher,
     table,
 )
 from gossamer.errors import InputError
@@ -96,7 +97,7 @@ def bench(
     from gossamer.lab.bench import BUCKETS, SWEEP_STEPS, BenchPlan, expected, run_bench
     from gossamer.predict.methods import parse_list
     from gossamer.report.plots import check_matplotlib, check_output
-    from gossamer.report.record import environment
+    from gossamer.report.record import check_record_folder, environment
 
     chosen = parse_list(methods)
     if plot is not None:
@@ -118,7 +119,10 @@ def bench(
         sweep_steps=SWEEP_STEPS if sweep else 0,
         sweep_buckets=BUCKETS if small else CLUSTER_BUCKETS,
     )
+    refuse_launcher("bench")
     setup, note = _setup(cluster, nodes, per_node, link, links, compute, model_mb, layers, jitter, network)
+    if out is not None:
+        check_record_folder(out)
     if not as_json:
         print(_duration(*expected(setup, chosen, plan)), file=sys.stderr)
     machine = environment()  # before the run: the load of other programs
