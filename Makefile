@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check test-slow bench-smoke lint types clean
+.PHONY: help setup demo test check test-slow bench-smoke lint types docs docs-serve clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,14 @@ test-slow: setup  ## the long tests as well
 bench-smoke: setup  ## the benchmark on two nodes, in a minute or two (part of make test)
 	@echo "bench-smoke: gossamer bench on two nodes; needs root and network namespaces, says so where it skips"
 	@$(BIN)/pytest -q -rs tests/distributed/test_bench_smoke.py
+
+docs: setup  ## build the documentation site into build/site; a warning is an error
+	@echo "docs: mkdocs build --strict"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "docs: open build/site/index.html"
+
+docs-serve: setup  ## show the documentation site, and rebuild it when a page changes
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --watch website --watch benchmarks/records --watch src
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist aer.svg

@@ -6,8 +6,11 @@ from typing import Any
 
 import gossamer
 
-ALGORITHM = ("every", "staleness", "average_every", "rate", "max_staleness", "gaps", "pairing", "clock", "seed")
-EXCHANGE = ("bucket_mib", "in_flight", "stagger", "hierarchical")
+ALGORITHM = (
+    *("every", "outer", "staleness", "average_every", "fragments"),
+    *("rate", "max_staleness", "gaps", "pairing", "clock", "seed"),
+)
+EXCHANGE = ("bucket_mib", "in_flight", "stagger", "hierarchical", "transport")
 DEADLINES = ("soft_deadline", "hard_deadline")
 
 

@@ -76,6 +76,8 @@ def bench(
         int, typer.Option(help="Gossamer: steps that may proceed while a late exchange is in flight.")
     ] = 0,
     every: Annotated[int, typer.Option(help="Gossamer: steps between two exchanges.")] = 1,
+    fragments: Annotated[int, typer.Option(help="Gossamer: exchange one of so many parts of the model at a time.")] = 1,
+    average_every: Annotated[int, typer.Option(help="Gossamer: steps between exact averages; 0 makes none.")] = 0,
     bucket_mb: Annotated[
         float | None, typer.Option(metavar="MIB", help="One bucket size for all methods, instead of the best of each.")
     ] = None,
@@ -111,6 +113,8 @@ def bench(
         trace=trace,
         staleness=staleness,
         every=every,
+        fragments=fragments,
+        average_every=average_every,
         sweep_steps=SWEEP_STEPS if sweep else 0,
         sweep_buckets=BUCKETS if small else CLUSTER_BUCKETS,
     )

@@ -20,7 +20,7 @@ WORKERS = "Workers and links"
 OUTPUT = "Output"
 PANELS: dict[str, tuple[str, ...]] = {
     "Method": (
-        *("method", "steps", "seed", "combine", "every", "staleness", "average_every", "exact_inside"),
+        *("method", "steps", "seed", "combine", "every", "staleness", "average_every", "fragments", "exact_inside"),
         "ddp_bucket_mb",
     ),
     "Optimization": (

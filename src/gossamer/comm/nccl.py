@@ -1,70 +1,151 @@
-"""Exchanges over NCCL (CUDA). Experimental: written to the same interface, not yet run on a GPU cluster.
+"""Exchanges over NCCL (CUDA and ROCm). Experimental: tested with a simulated device, never run on a GPU.
 
 The launch of a round queues all of its operations on a side stream, so the next forward and backward pass overlap
-them, and `wait` makes the training stream wait for the recorded event. All pairs use point-to-point operations of one
-communicator: a communicator per pair would cost hundreds of megabytes each.
+them. `wait` polls the recorded events, because a peer that does not come would block a stream, and with it the whole
+device, without a time limit. All pairs use point-to-point operations of one communicator: a communicator per pair would
+cost hundreds of megabytes each.
 """
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gossamer.comm.exchange import Scratch
+from gossamer.comm.accelerator import Accelerator, arrives
+from gossamer.comm.exchange import Batch, Scratch
 from gossamer.comm.gloo import GlooChannel, GlooTransport
-from gossamer.comm.process_groups import WorkerGroup
-from gossamer.comm.transport import Channel, ChannelId, Job, Purpose, clock
+from gossamer.comm.process_groups import Store, WorkerGroup
+from gossamer.comm.transport import Channel, ChannelId, Event, Job, PeerError, Purpose, clock
+
+WATCHDOG = 120.0  # seconds after `timeout` at which NCCL's own watchdog may end the process
 
 
 class NcclTransport(GlooTransport):
     """Sends buckets on the GPU by NCCL and small control values on the CPU by gloo."""
 
+    def __init__(self, store: Store, workers: WorkerGroup, timeout: float, accelerator: Accelerator):
+        super().__init__(store, workers, timeout)
+        self._device = accelerator
+        self._watched: set[int] = set()
+
     def channel(self, channel: ChannelId, in_flight: int, timeout: float) -> Channel:
         if channel.purpose is Purpose.PARAMETERS:
-            return NcclChannel(self._workers)
+            return NcclChannel(self, self._workers, self._device, timeout)
         return GlooChannel(self, channel, in_flight, timeout)
+
+    def watch(self, peer: int) -> None:
+        """Notice when `peer` dies, which NCCL does not: see Note [Why every edge has a sentinel] in gloo.py."""
+        if peer in self._watched:
+            return
+        self._watched.add(peer)
+
+        def connect() -> None:
+            with suppress(Exception):  # a peer that never connects is a matter of timeouts
+                _ = self.edge(peer).group
+
+        threading.Thread(target=connect, name=f"gossamer-meet-{peer}", daemon=True).start()
+
+
+@dataclass
+class Flight:
+    """A job under way: the events behind its batches, first to last, each with a peer of the batch (-1: none)."""
+
+    job: Job
+    marks: list[tuple[int, Event]] = field(default_factory=list)
+
+    def landed(self) -> bool:
+        """Forget the batches that are done; return whether all are."""
+        while self.marks and self.marks[0][1].query():
+            self.marks.pop(0)
+        return not self.marks
 
 
 class NcclChannel(Channel):
-    def __init__(self, workers: WorkerGroup) -> None:
-        self._ranks = workers.ranks
+    def __init__(self, transport: NcclTransport, workers: WorkerGroup, accelerator: Accelerator, timeout: float):
+        self._transport, self._ranks, self._accelerator = transport, workers.ranks, accelerator
         # Workers outside of the group do not take part in making its communicator.
-        self._group: Any = dist.new_group(list(workers.ranks), backend="nccl", use_local_synchronization=True)
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._group: Any = dist.new_group(
+            list(workers.ranks),
+            backend="nccl",
+            use_local_synchronization=True,
+            timeout=timedelta(seconds=timeout + WATCHDOG),
+        )
+        # NCCL requires that all workers take part in the first operation of a communicator, and no round includes all.
+        dist.all_reduce(torch.zeros(1, device=accelerator.device), group=self._group)
+        self._stream = accelerator.stream()
         self._scratch: dict[int, Scratch] = {}
-        self._events: dict[int, torch.cuda.Event] = {}
+        self._flights: dict[int, Flight] = {}
 
     def launch(self, job: Job) -> None:
         job.started = clock()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        device, flight = self._accelerator, Flight(job)
+        before = device.mark()
+        with device.running_on(self._stream):
+            device.wait_for(before)
             steps = job.make(self._scratch.setdefault(job.bucket, Scratch()))
             try:
                 while True:
                     batch = next(steps)
-                    operations = [dist.P2POp(dist.irecv, t, self._ranks[p], self._group) for p, t in batch.recvs]
-                    operations += [dist.P2POp(dist.isend, t, self._ranks[p], self._group) for p, t in batch.sends]
-                    for work in dist.batch_isend_irecv(operations):
-                        work.wait()  # orders the side stream, does not block the host
-                    for peer, message in batch.sends:
-                        job.count(peer, message)
+                    self._queue(batch, job)
+                    peers = [peer for peer, _ in [*batch.recvs, *batch.sends]]
+                    flight.marks.append((peers[0] if peers else -1, device.mark()))
             except StopIteration as stop:
                 job.result = stop.value
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-            self._events[id(job)] = event
+            flight.marks.append((-1, device.mark()))
+        self._flights[id(job)] = flight
+
+    def _queue(self, batch: Batch, job: Job) -> None:
+        operations = [dist.P2POp(dist.irecv, t, self._ranks[p], self._group) for p, t in batch.recvs]
+        operations += [dist.P2POp(dist.isend, t, self._ranks[p], self._group) for p, t in batch.sends]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()  # orders the side stream, does not block the host
+        for peer, message in batch.sends:
+            job.count(peer, message)
+        for peer in {p for p, _ in [*batch.recvs, *batch.sends]}:
+            self._transport.watch(peer)
 
     def wait(self, job: Job, timeout: float) -> bool:
-        event = self._events.get(id(job))
-        if event is not None:
-            if timeout == 0 and not event.query():  # type: ignore[no-untyped-call]
+        flight = self._flights.get(id(job))
+        if flight is None:
+            return job.done
+        until = clock() + timeout
+        while not flight.landed():
+            (peer, event), since = flight.marks[0], clock()
+            landed = arrives(event, until - since)
+            job.blocked_on = None if landed or peer < 0 else peer
+            if peer >= 0 and timeout > 0:
+                job.blocked.append((peer, since, clock()))
+            if not landed:
                 return False
-            torch.cuda.current_stream().wait_event(event)
-            del self._events[id(job)]
-            job.finished = clock()
-        return job.done
+        # All of the job's work is done, so the training stream need not wait for anything.
+        del self._flights[id(job)]
+        job.finished = clock()
+        return True
+
+    def stuck(self, job: Job) -> PeerError | None:
+        lost = self._transport.lost()
+        if job.done or lost is None:
+            return None
+        return PeerError(
+            f"worker {self._transport.rank} lost worker {lost} in round {job.round}, bucket {job.bucket}: its "
+            f"connection has closed. Is worker {lost} alive, and did it train as many steps? Restart the job from its "
+            "last checkpoint, or train with on_failure='continue'."
+        )
 
     def close(self, drain: float) -> None:
-        self._stream.synchronize()
+        until = clock() + drain
+        if not all(arrives(event, until - clock()) for flight in self._flights.values() for _, event in flight.marks):
+            _abort(self._group)  # ends operations whose peer does not come
+        self._flights.clear()
+
+
+def _abort(group: Any) -> None:
+    """End all operations of a communicator under way, on this worker."""
+    with suppress(Exception):  # nothing can be done about a communicator that does not end
+        group.abort()

@@ -5,6 +5,7 @@ from gossamer.comm.tcp import HostedDirectory
 from gossamer.engine.decentralize import decentralize, node_group
 from gossamer.engine.elastic.gossip import ElasticGossip
 from gossamer.engine.gossip import Gossip
+from gossamer.engine.outer import Accelerated, HeavyBall, Nesterov, SlowMo, outer_named
 from gossamer.engine.policies import (
     ADPSGD,
     ATC,
@@ -17,7 +18,6 @@ from gossamer.engine.policies import (
     algorithm,
 )
 from gossamer.engine.protocol import GossipHandle, MixedParameters, Participation
-from gossamer.engine.step_timer import probe
 from gossamer.engine.virtual import VirtualCluster
 
 __all__ = [
@@ -25,20 +25,24 @@ __all__ = [
     "ATC",
     "AWC",
     "A2CiD2",
+    "Accelerated",
     "ConsensusGuard",
     "Continue",
     "ElasticGossip",
     "Exchange",
     "Gossip",
     "GossipHandle",
+    "HeavyBall",
     "HostedDirectory",
     "MixedParameters",
     "NeighborGuard",
+    "Nesterov",
     "Participation",
     "PeerError",
+    "SlowMo",
     "VirtualCluster",
     "algorithm",
     "decentralize",
     "node_group",
-    "probe",
+    "outer_named",
 ]

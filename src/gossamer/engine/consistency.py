@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gossamer.engine.flat import is_sharded
+from gossamer.engine.policies import Asynchronous
 from gossamer.engine.prepared import Prepared
 from gossamer.errors import InputError
 
@@ -27,6 +28,7 @@ def describe(prepared: Prepared) -> dict[str, Any]:
     rounds = [topology.rounds[k] for k in range(min(topology.period, 64))]
     return {
         "algorithm": settings.algorithm.name,
+        "outer": None if isinstance(settings.algorithm, Asynchronous) else type(settings.algorithm.outer).__name__,
         "settings": asdict(settings, dict_factory=_plain),
         "topology": {
             "name": topology.name,

@@ -14,7 +14,8 @@ from typing import ClassVar, Literal, get_args
 
 from torch import nn
 
-from gossamer.comm import wire_named
+from gossamer.comm import TransportName, wire_named
+from gossamer.engine.outer import Outer, SlowMo, check_outer
 from gossamer.errors import InputError
 
 AlgorithmName = Literal["awc", "atc", "ad-psgd", "a2cid2"]
@@ -28,6 +29,7 @@ Filter = Callable[[str, nn.Parameter], bool]
 """`f(name, parameter)`: whether the parameter is mixed."""
 Seconds = timedelta | float
 """A duration: a `timedelta`, or a number of seconds."""
+MOST_FRAGMENTS = 64
 LONGEST = timedelta(days=3650).total_seconds()  # torch's waits end at once if their nanoseconds overflow 64 bits
 
 
@@ -40,15 +42,33 @@ class Synchronous:
     """Mix every `every` steps."""
     average_every: int = 0
     """Make the exchange an exact global average every `average_every` steps (0: never)."""
+    fragments: int = 1
+    """Exchange one of `fragments` parts of the model at a time, in turn."""
+    outer: Outer | None = None
+    """An outer step on the drift of `every` local steps: `Nesterov`, `HeavyBall`, `Accelerated` or `SlowMo`."""
 
     def __post_init__(self) -> None:
         _check_whole(self, "every", 1)
         _check_whole(self, "average_every", 0)
+        _check_whole(self, "fragments", 1)
+        if self.fragments > MOST_FRAGMENTS:
+            raise InputError(
+                f"fragments must be at most {MOST_FRAGMENTS}, got {self.fragments}: a bucket that is exchanged so "
+                "rarely hardly mixes; use every= for local steps between exchanges"
+            )
         if self.average_every % self.every:
             raise InputError(
                 f"average_every counts steps and must be a multiple of every={self.every}, got {self.average_every}; "
                 f"use {max(1, round(self.average_every / self.every)) * self.every}"
             )
+        least = self.every * self.fragments
+        if 0 < self.average_every < least:
+            raise InputError(
+                f"average_every={self.average_every} steps are too few for an exchange of all {self.fragments} "
+                f"fragments, which takes {least}; use at least {least}"
+            )
+        if self.outer is not None:
+            check_outer(self.outer, self.every, self.average_every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +85,11 @@ class AWC(Synchronous):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_whole(self, "staleness", 0)
+        if self.staleness and self.outer is not None:
+            raise InputError(
+                f"staleness={self.staleness} cannot be combined with outer=: the exchange of an outer step has all of "
+                f"the next every={self.every} steps; leave staleness out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +163,11 @@ def algorithm(name: str, **settings: object) -> Algorithm:
     kind = ALGORITHMS[name]
     known = [field.name for field in fields(kind)]
     for setting in settings:
+        if issubclass(kind, Asynchronous) and setting in ("every", "outer"):
+            raise InputError(
+                f"algorithm {name!r} exchanges at random times and has no rounds, so {setting} does not apply; for "
+                "local steps between exchanges use a rate below 1, or algorithm 'awc'"
+            )
         if setting not in known:
             raise InputError(f"algorithm {name!r} has no setting {setting!r}; it takes {', '.join(known)}")
     return kind(**settings)  # type: ignore[arg-type]  # validated by the policy itself
@@ -155,8 +185,14 @@ class Exchange:
     """Bucket b follows the schedule at phase k + b, which spreads the load on the network evenly."""
     hierarchical: bool = True
     """Groups that span nodes average over the fast links inside each node first."""
+    transport: TransportName = "auto"
+    """What carries the parameters. "gloo" and "tcp" send from the CPU's memory ("tcp": elastic jobs only), "nccl" from
+    GPU to GPU, and "host" copies the parameters of any accelerator through the host. "auto" is "gloo" on the CPU and
+    "tcp" in elastic jobs; on an accelerator it is "nccl" where that is available, the algorithm is synchronous and the
+    job is not elastic, else "host"."""
 
     def __post_init__(self) -> None:
+        _check_choice("transport", self.transport, get_args(TransportName))
         if self.bucket_mib is not None and not (_is_number(self.bucket_mib) and 0 < self.bucket_mib < math.inf):
             raise InputError(
                 f"bucket_mib must be a positive number of MiB, got {self.bucket_mib!r}; leave it out to have it chosen"
@@ -166,7 +202,7 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Continue:
-    """Elastic job: continue without dead, stopped or unreachable workers, and admit replacements (CPU only)."""
+    """Elastic job: continue without dead, stopped or unreachable workers, and admit replacements."""
 
     soft_deadline: Seconds = 0.5
     """How long a step waits for a late neighbor before it continues without that neighbor."""
@@ -295,6 +331,12 @@ class Settings:
                 f"gradients='node' averages gradients among the workers of a node in every backward pass, and {other} "
                 "needs workers that do not wait for each other; use gradients='worker', or a job with "
                 "on_failure='raise' and algorithm='awc'"
+            )
+        outer = None if isinstance(self.algorithm, Asynchronous) else self.algorithm.outer
+        if outer is not None and not isinstance(outer, SlowMo) and self.consensus_guard is not None:
+            raise InputError(
+                f"a ConsensusGuard brings the workers together by an exact average, but {type(outer).__name__} steps "
+                "only by a part of the way to it; leave the guard out, or use SlowMo"
             )
         if self.elastic is not None and self.consensus_guard is not None:
             raise InputError(

@@ -5,6 +5,8 @@ Communicate while adapting (awc): x(t+1) = d(grad f(x(t))) + sum_j w_ij(t) x_j(t
     step()          the user's optimizer applies the gradient that was taken at the un-mixed point
     after step()    launch the exchange of the new values; it runs during the whole next forward and backward
 Adapt then combine (atc): after step() launch, wait, mix; no overlap.
+
+With an outer step (outer.py) the exchange of awc has the next `every` steps, and its result is a correction.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 
 from gossamer.comm import ExchangeSteps, Job, Mixed, Plain, Scratch, arrived, clock, correction, exchange, inspected
 from gossamer.engine.lane import Lane, LaneParts
+from gossamer.engine.outer_step import OuterStep, check_state
 from gossamer.engine.policies import ATC, AWC, Synchronous
 from gossamer.engine.sketch import Sketcher
 from gossamer.errors import InputError
@@ -37,14 +40,17 @@ class SyncLane(Lane):
         # With staleness the parameters move while an exchange of their older values is in flight.
         stale = self.staleness and not self.alone
         self.sketcher = None if self.alone else Sketcher.of(parts, self.wait)
-        self._sent = [torch.empty_like(b.x) for b in self.buckets] if stale else None
+        self._outer_step = None if policy.outer is None else OuterStep(policy.outer, self.buckets)
+        self._spans_steps = self._outer_step is not None and not self.combines
+        self._sent = [torch.empty_like(b.x) for b in self.buckets] if stale or self._spans_steps else None
 
     @torch.no_grad()
     def mix(self) -> None:
         """Wait for the round in flight and apply it (or, with staleness, step once more without it)."""
         self._computed()
         self._ready = True
-        if self.jobs is not None:
+        early = self._spans_steps and (self.metrics.steps + 1) % self.every != 0
+        if self.jobs is not None and not early:
             late = self.skips < self.staleness and not all(self.channel.wait(j, 0) for j in self.jobs)
             if late:
                 self.skips += 1
@@ -61,7 +67,7 @@ class SyncLane(Lane):
     @torch.no_grad()
     def launch(self, *, combine: bool = True) -> None:
         """Send the parameters as they are now: round k."""
-        if self.alone:
+        if self.alone and self._outer_step is None:
             self.k += 1
             self.metrics.rounds += 1
             return
@@ -69,8 +75,12 @@ class SyncLane(Lane):
             flat.pack()
         self.forced = self.sketcher is not None and self.sketcher.at_launch(self.k, self.buckets)
         self.metrics.guard_averages += self.forced
-        self.metrics.averages += self.forced or self.schedule.averages(self.k)
+        self.metrics.averages += self.forced or self.schedule.completes_average(self.k)
         self.skips = 0
+        if self._outer_step is not None:
+            acts = self._outer_step.policy.acts(self.schedule.averages(self.k))
+            exchanged = (b for b in range(len(self.buckets)) if self.schedule.exchanges(self.k, b))
+            self._outer_step.acting = frozenset(exchanged if acts else ())
         self._post()
         self.k += 1
         self.metrics.rounds += 1
@@ -83,18 +93,18 @@ class SyncLane(Lane):
         # An exact average in a lossy format would leave the rounding as distance, whatever the guard asks for.
         exact = self.forced or self.schedule.averages(self.k)
         wire = Plain() if exact else self.wire
+        corrects = self._sent is not None or self._outer_step is not None
         for b, bucket in enumerate(self.buckets):
             source = bucket.x
-            if self._sent is not None:
+            if self._sent is not None and (self.forced or self.schedule.exchanges(self.k, b)):
                 source = self._sent[b]
                 source.copy_(bucket.x)
             program = self.schedule.program(self.k, b, self.rank, bucket.x.numel(), average=self.forced)
             if program:
-                act = exchange if self._sent is None else correction
+                act = correction if corrects else exchange
                 make: Callable[[Scratch], ExchangeSteps] = partial(act, program, source, self._out[b], wire)
                 if self.settings.max_jump is not None:
-                    stale, refuse = self._sent is not None, self.metrics.refuse
-                    make = partial(inspected, make, source, self.settings.max_jump, refuse, stale)
+                    make = partial(inspected, make, source, self.settings.max_jump, self.metrics.refuse, corrects)
                 self.jobs.append(self._launch_job(self.k, b, program, make))
 
     def finish(self, *, assisting: bool = False) -> None:
@@ -106,7 +116,7 @@ class SyncLane(Lane):
     def apply(self) -> None:
         """Write the round that arrived into the parameters, unless the user has loaded others since."""
         if self.overwritten:
-            self.drop()
+            self.adopt()
         if self.jobs is None:
             return
         if self._sent is not None:
@@ -114,13 +124,17 @@ class SyncLane(Lane):
                 flat.pack()
         for job in self.jobs:
             self.metrics.exchanged(job)
-            if job.result is None:
+            if job.result is None or self._outer_step is not None:
                 continue
             x = self.buckets[job.bucket].x
             if self._sent is None:
                 job.result.write_to(x)
             else:
                 job.result.add_to(x)
+        if self._outer_step is not None:
+            results = {job.bucket: job.result for job in self.jobs}
+            for b, bucket in enumerate(self.buckets):
+                self._outer_step.apply(b, bucket.x if self._sent is None else self._sent[b], results.get(b))
         self.jobs = None
         for flat in self.flats:
             flat.unpack()
@@ -153,6 +167,10 @@ class SyncLane(Lane):
     def adopt(self) -> None:
         """Continue from the parameters as they are: the user has written them."""
         self.drop()
+        if self._outer_step is not None:
+            for flat in self.flats:
+                flat.pack()
+            self._outer_step.restart()
 
     def drop(self) -> None:
         """Discard the round in flight after it has arrived."""
@@ -165,7 +183,7 @@ class SyncLane(Lane):
         """Counters, and what arrived of the round in flight. It is not sent again: a neighbor that took another number
         of steps may have applied it already."""
         if self.overwritten:
-            self.drop()
+            self.adopt()
         state: dict[str, Any] = {
             "round": self.k,
             "steps": self.metrics.steps,
@@ -174,8 +192,12 @@ class SyncLane(Lane):
             "stale": self._sent is not None,
             "sketch": self.sketcher.state_dict() if self.sketcher is not None else None,
         }
+        if self._outer_step is not None:
+            state["outer"] = self._outer_step.state_dict()
         if self.jobs is not None:
             self.finish()
+            if self._spans_steps and self._sent is not None:
+                state["sent"] = [s.clone() for s in self._sent]
             state["arrived"] = [
                 (j.bucket, None if j.result is None else j.result.out.clone(), j.result and j.result.weight, j.sent)
                 for j in self.jobs
@@ -190,6 +212,7 @@ class SyncLane(Lane):
                 "the state was saved by Gossamer 0.1, which did not save the round in flight; load only the model and "
                 "the optimizer"
             )
+        check_state(self._outer_step, state)
         if "arrived" in state and not self.alone and state["stale"] != (self._sent is not None):
             raise InputError(
                 f"the state was saved {'with' if state['stale'] else 'without'} staleness and this run has "
@@ -200,10 +223,14 @@ class SyncLane(Lane):
         self.metrics.rounds = self.k
         if self.sketcher is not None and state["sketch"] is not None:
             self.sketcher.load_state_dict(state["sketch"])
-        if "arrived" not in state or self.alone:
+        if self._outer_step is not None:
+            self._outer_step.load_state_dict(state["outer"])
+        if "arrived" not in state or (self.alone and self._outer_step is None):
             return
         for flat in self.flats:
             flat.pack()  # what arrived is mixed with the loaded values
+        for sent, saved in zip(self._sent or (), state.get("sent", ()), strict=False):
+            sent.copy_(saved)
         self.jobs = []
         for b, out, weight, sent in state["arrived"]:
             mixed = None

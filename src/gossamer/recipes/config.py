@@ -75,6 +75,8 @@ class RunConfig(BaseModel):
     """Steps that a worker may take without mixing while a late exchange is in flight (awc only)."""
     average_every: Whole = 0
     """Steps between exact global averages of the parameters; 0 disables them."""
+    fragments: Count = 1
+    """Exchange one of so many parts of the model in each step, in turn."""
     exact_inside: bool = False
     """Average gradients exactly inside each node (DDP) and gossip parameters between nodes."""
     ddp_bucket_mb: Annotated[float, Field(gt=0)] | None = None

@@ -78,7 +78,7 @@ def gossip_settings(method: Method, config: RunConfig) -> dict[str, Any]:
     """Return the arguments of `gossamer.decentralize`."""
     if method.name == "decent-dp":
         raise InputError("the recipes train with Gossamer and torch, not with decent-dp; measure it by gossamer bench")
-    given = {"every": config.every, "staleness": config.staleness, "average_every": config.average_every}
+    given = {name: getattr(config, name) for name in ("every", "staleness", "average_every", "fragments")}
     chosen = {name: value for name, value in given.items() if value != RunConfig.model_fields[name].default}
     name = config.combine if method.algorithm == "awc" else method.algorithm
     elastic = config.on_failure == "continue"

@@ -97,8 +97,9 @@ class ElasticAsyncLane(MemberLane, AsyncLane):
             self.metrics.steps, self.k = steps, rounds
             self.state.adopt()
             if donated["x_tilde"] is not None and self.state.x_tilde is not None:
-                for mine, theirs in zip(self.state.x_tilde, donated["x_tilde"], strict=True):
-                    mine.copy_(theirs)
+                with self.state.turns.training():
+                    for mine, theirs in zip(self.state.x_tilde, donated["x_tilde"], strict=True):
+                        mine.copy_(theirs)
             self.state.counts[:, self.rank] = steps
             if donated["unit"] is not None and isinstance(self.clock, WallClock) and self.clock.unit is None:
                 self.clock.start(donated["unit"])

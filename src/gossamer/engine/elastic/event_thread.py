@@ -175,11 +175,11 @@ class ElasticEventThread(EventThread):
 
     def _finite(self, jobs: Sequence[Job], peer: int) -> bool:
         """Whether the values that arrived are finite; others are refused and counted."""
-        for job in jobs:
-            if job.result is None or not bool(torch.isfinite(job.result.out).all()):
-                self._lane.metrics.refuse(peer, f"values of event {job.round} are not finite")
-                return False
-        return True
+        with self._lane.state.turns.beside():
+            fine = all(job.result is not None and bool(torch.isfinite(job.result.out).all()) for job in jobs)
+        if not fine:
+            self._lane.metrics.refuse(peer, f"values of event {jobs[0].round} are not finite")
+        return fine
 
     def _both_done(self, event: Event, peer: int) -> bool:
         """Wait for the partner's verdict. Its death, or its exclusion, means that nobody holds the other half."""

@@ -8,16 +8,20 @@ mean is not conserved exactly across a fault: one side of a pair may have applie
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 
 from gossamer.comm import Deadline, Job, PeerError, clock
+from gossamer.comm.tcp import Record
 from gossamer.engine.elastic.meeting import Meeting
 from gossamer.engine.elastic.member_lane import LOOK, MemberLane
 from gossamer.engine.lane import LaneParts
+from gossamer.engine.outer import problem
 from gossamer.engine.synchronous import SyncLane
+from gossamer.errors import GossamerWarning
 
 SLACK = 8  # rounds that a peer may be ahead before this worker skips to its round
 
@@ -56,6 +60,13 @@ class ElasticLane(MemberLane, SyncLane):
         """Skip the rounds before `k`: nobody should wait for this worker in them."""
         self.k = k
         self._members.advance(self.index, k, jump=True)
+
+    def _follow_members(self) -> Record | None:
+        record = super()._follow_members()
+        outer = None if record is None else self._outer_step
+        if outer is not None and (why := problem(outer.policy, self.schedule)) is not None:
+            warnings.warn(f"the members have changed: {why}", GossamerWarning, stacklevel=2)
+        return record
 
     def finish(self, *, assisting: bool = False) -> None:
         since = clock()
@@ -108,7 +119,7 @@ class ElasticLane(MemberLane, SyncLane):
 
     @torch.no_grad()
     def continue_from(self, rounds: int, steps: int, donated: dict[str, Any]) -> None:
-        self.drop()
+        self.adopt()
         self.k, self.metrics.steps = rounds, steps
         self._members.advance(self.index, rounds)
         self.launch(combine=False)

@@ -31,9 +31,9 @@ class GossipStrategy(DDPStrategy):
     Args:
         topology: Which workers average in which round; see `gossamer.decentralize`.
         timeout: How long a wait for a peer may take, also in Lightning's own barriers.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
-            start_method: As in Lightning's DDPStrategy.
         settings: Further arguments of `gossamer.decentralize`: `algorithm`, `wire`, `gradients`, `guard` and so on.
+
+    The other arguments are those of Lightning's DDPStrategy.
     """
 
     def __init__(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import gossamer
 from gossamer.errors import InputError
 from gossamer.lab.bench.setup import BUCKETS, Setup, bucket_sizes, why_not
 from gossamer.lab.bench.stats import (
@@ -56,12 +57,18 @@ class BenchPlan:
     trace: Path | None = None
     staleness: int = 0  # of Gossamer's synchronous methods
     every: int = 1  # of Gossamer's synchronous methods
+    fragments: int = 1  # of Gossamer's synchronous methods
+    average_every: int = 0  # of Gossamer's synchronous methods
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "repeats": 1, "warmup": 3, "sweep_steps": 0, "staleness": 0, "every": 1}
+        least |= {"fragments": 1, "average_every": 0}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise InputError(f"{name} must be at least {smallest}, got {getattr(self, name)}; pass a larger number")
+        gossamer.AWC(
+            every=self.every, staleness=self.staleness, fragments=self.fragments, average_every=self.average_every
+        )  # raises if they do not fit together
         if self.seconds is not None and not 0 < self.seconds < 86400:
             raise InputError(f"seconds must be more than 0 and less than a day, got {self.seconds}; pass e.g. 30")
         if self.bucket_mb is not None and not 0 < self.bucket_mb < 1e6:
@@ -77,7 +84,10 @@ class BenchPlan:
         """The bucket sizes to try; with more than one, a sweep finds the best."""
         if self.bucket_mb is not None:
             return (self.bucket_mb,)
-        return bucket_sizes(method, setup, self.sweep_buckets if self.sweep_steps else ())
+        counts = self.sweep_buckets if self.sweep_steps else ()
+        if method.package == "gossamer" and method.algorithm == "awc":  # every fragment has equally many buckets
+            counts = tuple(dict.fromkeys(-(-c // self.fragments) * self.fragments for c in counts))
+        return bucket_sizes(method, setup, counts)
 
     def runs(self, method: Method, setup: Setup) -> list[int]:
         """The number of steps of each run of a method, warm-up included; with `seconds` only those of the warm-up."""
@@ -96,9 +106,9 @@ class _Bench:
 
     def method_run(self, method: Method, bucket_mb: float | None, **changes: Any) -> MethodRun:
         plan = self.plan
-        # Asynchronous algorithms have neither setting and refuse other values than the defaults.
-        options = {"staleness": plan.staleness} if plan.staleness else {}
-        options |= {"every": plan.every} if plan.every > 1 else {}
+        # Asynchronous algorithms have none of these settings and refuse other values than the defaults.
+        usual = {"staleness": 0, "every": 1, "fragments": 1, "average_every": 0}
+        options = {name: value for name in usual if (value := getattr(plan, name)) != usual[name]}
         made = MethodRun(
             method,
             self.setup,
@@ -244,6 +254,8 @@ def _report(setup: Setup, plan: BenchPlan, cluster: LabCluster, results: list[di
             "warmup": plan.warmup,
             "staleness": plan.staleness,
             "every": plan.every,
+            "fragments": plan.fragments,
+            "average_every": plan.average_every,
         },
         "ideal": ideal(plan.table(setup)[plan.warmup :]),
     }

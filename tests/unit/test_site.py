@@ -1,0 +1,81 @@
+"""The documentation site: it builds without a warning, needs no network, and its reference is what the code says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gossamer
+from browser import needs_browser, shown
+from gossamer.cli import COMMANDS
+
+pytest.importorskip("mkdocs", reason="pip install '.[docs]'")
+ROOT = Path(__file__).parents[2]
+REMOTE = re.compile(r"""(?:src|href|srcset)=["'](?:https?:)?//[^"']+|url\(["']?(?:https?:)?//""")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def _text(page: Path) -> str:
+    return re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8"))
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    for path in (*site.rglob("*.html"), *site.rglob("*.css")):
+        loads = [found for found in REMOTE.findall(path.read_text(encoding="utf-8")) if "href" not in found]
+        assert loads == [], path
+        assert not re.search(r"<link[^>]+href=[\"']https?://", path.read_text(encoding="utf-8")), path
+
+
+def test_every_picture_is_there(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        for source in re.findall(r'<img[^>]+src="([^"]+)"', page.read_text(encoding="utf-8")):
+            assert source.startswith("data:") or (page.parent / source).exists(), f"{page}: {source}"
+
+
+def test_every_record_has_its_page_with_its_own_numbers(site: Path) -> None:
+    for record in (ROOT / "benchmarks" / "records").iterdir():
+        if record.is_dir():
+            page = _text(site / "evidence" / f"{record.name}.html")
+            readme = record / "README.md"
+            table = re.findall(r"^\|(.+)\|$", readme.read_text(encoding="utf-8"), re.M) if readme.exists() else []
+            numbers = {number for row in table for number in re.findall(r"\d+\.\d+", row)}
+            assert {number for number in numbers if number not in page} == set(), record.name
+
+
+def test_every_command_and_public_name_is_in_the_reference(site: Path) -> None:
+    commands = _text(site / "reference" / "commands.html")
+    assert [name for name in COMMANDS if f"gossamer {name}" not in commands] == []
+    assert "--soft-deadline" in commands
+    api = _text(site / "reference" / "api.html")
+    public = [name for name in gossamer.__all__ if not name.startswith("_")]
+    assert [name for name in public if not re.search(rf"\b{name}\b", api)] == []
+
+
+def test_the_index_of_errors_has_the_sentences_of_the_source(site: Path) -> None:
+    errors = _text(site / "reference" / "errors.html")
+    assert "holds no complete checkpoint" in errors
+    assert "the consensus distance is still 0 after" in errors
+    assert errors.count("InputError") > 300
+
+
+@needs_browser
+def test_search_works_in_a_page_that_was_opened_as_a_file(site: Path, tmp_path: Path) -> None:
+    page = shown(site / "index.html", tmp_path)
+    assert "Gossamer" in page
+    assert (site / "search" / "search_index.js").exists()
+    assert "iframe-worker-shim.js" in page
