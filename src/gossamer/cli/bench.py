@@ -75,7 +75,14 @@ def bench(
     staleness: Annotated[
         int, typer.Option(help="Gossamer: steps that may proceed while a late exchange is in flight.")
     ] = 0,
-    every: Annotated[int, typer.Option(help="Gossamer: steps between two exchanges.")] = 1,
+    every: Annotated[
+        int, typer.Option(help="Gossamer, diloco, localsgd: steps between two exchanges. The latter two: by default 8.")
+    ] = 1,
+    outer: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Gossamer: outer step: nesterov, heavy-ball or accelerated.")
+    ] = None,
+    outer_lr: Annotated[float | None, typer.Option(help="Learning rate of the outer step, also of diloco.")] = None,
+    outer_momentum: Annotated[float | None, typer.Option(help="Momentum of the outer step, also of diloco.")] = None,
     bucket_mb: Annotated[
         float | None, typer.Option(metavar="MIB", help="One bucket size for all methods, instead of the best of each.")
     ] = None,
@@ -111,6 +118,9 @@ def bench(
         trace=trace,
         staleness=staleness,
         every=every,
+        outer=outer,
+        outer_lr=outer_lr,
+        outer_momentum=outer_momentum,
         sweep_steps=SWEEP_STEPS if sweep else 0,
         sweep_buckets=BUCKETS if small else CLUSTER_BUCKETS,
     )

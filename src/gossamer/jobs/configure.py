@@ -93,6 +93,7 @@ def per_node_from(workers: int | None, virtual: int | None, per_node: str | None
 
 def check_method(config: RunConfig) -> None:
     """Refuse a method that cannot train as configured, before anything is written."""
+    from gossamer.comm.torchft_peer import missing
     from gossamer.engine.policies import Settings
     from gossamer.predict.methods import parse
     from gossamer.recipes.methods import gossip_settings, refuse_unfit
@@ -102,6 +103,8 @@ def check_method(config: RunConfig) -> None:
     refuse_unfit(method, config)
     if method.algorithm == "ddp":
         return
+    if method.algorithm == "local" and not config.virtual and (why := missing()) is not None:
+        raise InputError(f"{method.name} on processes is torchft's own code, and {why}; or train it with --virtual")
     settings = gossip_settings(method, config)
     topology = settings.pop("topology")
     Settings.of(**settings)

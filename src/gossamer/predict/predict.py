@@ -12,6 +12,7 @@ from gossamer.predict.asynchronous import simulate_async
 from gossamer.predict.cluster import ClusterSpec, MiB
 from gossamer.predict.compute import parse_jitter
 from gossamer.predict.costs import AbstractCosts, ClusterCosts, Floats
+from gossamer.predict.local_steps import simulate_local
 from gossamer.predict.methods import Method, parse
 from gossamer.predict.simulator import PAPER, ExchangePolicy, Result, simulate, simulate_ddp
 from gossamer.topology import Layout, Round, build
@@ -95,7 +96,8 @@ def predict(
         raise InputError(f"the steps in a timeline must not be negative, got {trace_steps}; pass for example 8")
     policy = policy or default_policy(setting, method)
     layout = setting.layout
-    room = steps * (policy.staleness + policy.every) if method.algorithm == "awc" else steps
+    every = method.local_steps(policy.every)
+    room = steps * (policy.staleness * (method.algorithm == "awc") + every)
     if room * layout.n > MOST_TIMES:
         raise InputError(
             f"{room} steps of {layout.n} workers are too many to simulate (at most {MOST_TIMES} in all); pass fewer"
@@ -113,6 +115,8 @@ def predict(
     if method.algorithm == "ddp":
         shares = ddp_shares(setting, policy.buckets)
         return simulate_ddp(costs, draws, shares, backward_share=share, update=update, trace_steps=trace_steps)
+    if method.algorithm == "local":
+        return simulate_local(costs, draws, every=every, update=update, trace_steps=trace_steps)
     topology = build(method.topology or "", layout)
     if method.asynchronous:
         return simulate_async(topology, costs, draws + update, rate=rate, seed=seed, trace_steps=trace_steps)

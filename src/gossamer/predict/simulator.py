@@ -34,7 +34,8 @@ class ExchangePolicy:
     """How exchanges are spread over time; the defaults are the engine's.
 
     `combine="atc"` (adapt then combine) averages after the step, without overlap. Workers mix every `every` steps. A
-    worker may take `staleness` steps without its exchange before it waits.
+    worker may take `staleness` steps without its exchange before it waits. With `outer`, an outer step at each
+    exchange, an exchange of awc has all of the next `every` steps.
     """
 
     buckets: int = 4
@@ -45,6 +46,7 @@ class ExchangePolicy:
     every: int = 1
     combine: Literal["awc", "atc"] = "awc"
     average_every: int = 0
+    outer: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("buckets", 1), ("in_flight", 1), ("every", 1), ("staleness", 0), ("average_every", 0)):
@@ -55,6 +57,8 @@ class ExchangePolicy:
             raise InputError(f"buckets must be at most {MOST_BUCKETS}, got {self.buckets}; use fewer")
         if self.combine == "atc" and self.staleness:
             raise InputError(f"atc waits for every exchange, so staleness must be 0, got {self.staleness}")
+        if self.outer and self.staleness:
+            raise InputError(f"an outer step waits for its exchange, so staleness must be 0, got {self.staleness}")
 
 
 TINY = 1e-12  # shorter waits are rounding errors
@@ -231,6 +235,12 @@ def simulate(
             u = end
         else:
             end = network.run(k, u, recorder)
+            after = policy.every - 1
+            if policy.outer:
+                for _ in range(after):
+                    u = u + work()
+                    u = updated()
+                after = 0
             u = u + work()
             for _ in range(policy.staleness):
                 late = end > u
@@ -246,7 +256,7 @@ def simulate(
                 recorder.wait(k, taken - 1, u, end)
             u = np.maximum(u, end)
             u = updated()
-            for _ in range(policy.every - 1):
+            for _ in range(after):
                 u = u + work()
                 u = updated()
         history[k + 1], steps[k + 1] = u, taken
@@ -390,6 +400,17 @@ class Recorder:
                 self.spans.append(Span("wait", i, max(done, last), end, {"step": k, "link": "all"}))
             if update:
                 self.spans.append(Span("step", i, end, end + update, {"step": k}))
+
+    def all_reduced(self, step: int, k: int, ready: Floats, last: float, end: float, slowest: int) -> None:
+        """Record an all-reduce of the parameters: all workers wait for the slowest one, then for the links."""
+        for i, since in enumerate(ready.tolist()):
+            if end > since + TINY:
+                attrs = {"round": k, "bucket": 0, "peer": slowest}
+                self.spans.append(Span("exchange", i, since, end, attrs))
+            if last > since + TINY:
+                self.spans.append(Span("wait", i, since, last, {"step": step, "peer": slowest}))
+            if end > last + TINY:
+                self.spans.append(Span("wait", i, last, end, {"step": step, "link": "all"}))
 
     def close(self) -> None:
         """Drop spans after the recorded steps, and sort the spans by time."""
