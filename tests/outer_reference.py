@@ -71,19 +71,32 @@ RULES = {"nesterov": Nesterov, "heavy-ball": HeavyBall, "accelerated": Accelerat
 
 
 class DenseOuter(Dense):
-    """Dense with an outer step every `every` steps: at once (atc), or while the next `every` steps run (awc)."""
+    """Dense with an outer step every `every` steps: at once (atc), or while the next `every` steps run (awc).
+
+    With fragments, each bucket takes its own outer steps, in the rounds in which it is exchanged.
+    """
 
     def __init__(self, topology, start, make, *, outer: str, lr: float, momentum: float, **settings):
         super().__init__(topology, start, make, **settings)
-        self.rule = RULES[outer](lr, momentum)
+        self.rules = [RULES[outer](lr, momentum) for _ in range(self.bucket.max() + 1)]
         self.phi = self.stacked()
         self.sent: np.ndarray | None = None
         self.k = 0
 
-    def _outer(self, y: np.ndarray) -> None:
+    def _outer(self, y: np.ndarray) -> np.ndarray:
+        """Where training goes on from `y`."""
         k, every = self.k, self.average_every // self.every
-        self.phi = self.rule(y, self.phi, lambda v: self.mixed(k, v), every > 0 and (k + 1) % every == 0)
+        average = every > 0 and k % every >= every - self.fragments
+        after = y.copy()
+        for b, rule in enumerate(self.rules):
+            here = self.bucket == b
+            if (k + b) % self.fragments == 0 and here.any():
+                matrix = self.matrix(k, b)
+                self.phi[:, here] = after[:, here] = rule(
+                    y[:, here], self.phi[:, here], lambda v, matrix=matrix: matrix @ v, average
+                )
         self.k += 1
+        return after
 
     def step(self, gradient: Gradient) -> None:
         gradients = gradient(self.steps, [p.detach() for p in self.parameters])
@@ -91,12 +104,10 @@ class DenseOuter(Dense):
             p.grad = g
         ends = (self.steps + 1) % self.every == 0
         if self.algorithm == "awc" and ends and self.sent is not None:
-            self._outer(self.sent)
-            self.write(self.stacked() + self.phi - self.sent)
+            self.write(self.stacked() + self._outer(self.sent) - self.sent)
         self.optimizer.step()
         self.steps += 1
         if ends and self.algorithm == "atc":
-            self._outer(self.stacked())
-            self.write(self.phi)
+            self.write(self._outer(self.stacked()))
         elif ends:
             self.sent = self.stacked()

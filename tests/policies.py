@@ -7,18 +7,10 @@ from typing import Any
 import gossamer
 
 ALGORITHM = (
-    "every",
-    "outer",
-    "staleness",
-    "average_every",
-    "rate",
-    "max_staleness",
-    "gaps",
-    "pairing",
-    "clock",
-    "seed",
+    *("every", "outer", "staleness", "average_every", "fragments"),
+    *("rate", "max_staleness", "gaps", "pairing", "clock", "seed"),
 )
-EXCHANGE = ("bucket_mib", "in_flight", "stagger", "hierarchical")
+EXCHANGE = ("bucket_mib", "in_flight", "stagger", "hierarchical", "transport")
 DEADLINES = ("soft_deadline", "hard_deadline")
 
 

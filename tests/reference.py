@@ -19,20 +19,18 @@ Gradient = Callable[[int, list[Tensor]], list[Tensor]]  # (step, stacked paramet
 Late = Callable[[int, int], bool]  # (worker, step): its exchange has not arrived yet
 
 
-def bucket_of(shapes: list[tuple[int, ...]], item: int, bucket_bytes: int | None) -> np.ndarray:
+def bucket_of(shapes: list[tuple[int, ...]], item: int, bucket_bytes: int | None, fragments: int = 1) -> np.ndarray:
     """Which bucket every element is in: parameters padded to 64 bytes one after the other, then equal slices."""
     align = 64 // item
     starts, total = [], 0
     for shape in shapes:
         starts.append(total)
         total += -(-int(np.prod(shape)) // align) * align
-    if bucket_bytes is None:
-        each = total
-    else:
-        count = -(-total * item // bucket_bytes)
-        each = -(-total // (count * align)) * align
+    count = 1 if bucket_bytes is None else -(-total * item // bucket_bytes)
+    count = min(-(-count // fragments), max(1, total // align // fragments)) * fragments
+    bounds = [total // align * b // count * align for b in range(1, count)]
     places = [start + np.arange(int(np.prod(shape))) for start, shape in zip(starts, shapes, strict=True)]
-    return np.concatenate(places) // each
+    return np.searchsorted(bounds, np.concatenate(places), side="right")
 
 
 class Dense:
@@ -47,6 +45,7 @@ class Dense:
         algorithm: str = "awc",
         every: int = 1,
         average_every: int = 0,
+        fragments: int = 1,
         stagger: bool = True,
         bucket_bytes: int | None = None,
         staleness: int = 0,
@@ -56,9 +55,9 @@ class Dense:
         self.topology, self.n = topology, topology.n
         self.parameters = [nn.Parameter(value.detach().clone()) for value in start]  # (n, *shape) each
         self.optimizer = make(self.parameters)
-        self.algorithm, self.every, self.average_every = algorithm, every, average_every
+        self.algorithm, self.every, self.average_every, self.fragments = algorithm, every, average_every, fragments
         self.stagger, self.staleness, self.late, self.forced = stagger, staleness, late, forced
-        self.bucket = bucket_of([tuple(v.shape[1:]) for v in start], start[0].element_size(), bucket_bytes)
+        self.bucket = bucket_of([tuple(v.shape[1:]) for v in start], start[0].element_size(), bucket_bytes, fragments)
         self._matrices: dict[int, np.ndarray] = {}
         self.steps = 0
         self.launched = [0] * self.n  # rounds launched by each worker
@@ -68,10 +67,18 @@ class Dense:
         self.snapshots: dict[int, dict[int, np.ndarray]] = {}  # round -> worker -> what it sent
 
     def matrix(self, k: int, bucket: int) -> np.ndarray:
-        exact = k in self.forced or (self.average_every and (k + 1) % (self.average_every // self.every) == 0)
-        if exact:
-            return np.full((self.n, self.n), 1 / self.n)
-        at = (k + bucket if self.stagger else k) % self.topology.period
+        everyone = np.full((self.n, self.n), 1 / self.n)
+        if k in self.forced:
+            return everyone
+        turns = [t for t in range(k + 1) if (t + bucket) % self.fragments == 0]  # rounds in which it is exchanged
+        if k not in turns:
+            return np.eye(self.n)
+        if self.average_every:
+            rounds = self.average_every // self.every
+            next_average = (k // rounds + 1) * rounds  # exact: the last turn of the bucket before it
+            if not any((t + bucket) % self.fragments == 0 for t in range(k + 1, next_average)):
+                return everyone
+        at = (len(turns) - 1 + (bucket // self.fragments if self.stagger else 0)) % self.topology.period
         if at not in self._matrices:
             self._matrices[at] = self.topology.matrix(at)
         return self._matrices[at]

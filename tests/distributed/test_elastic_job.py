@@ -23,9 +23,13 @@ def report(gossip):
 
 
 @pytest.mark.parametrize(("n", "per_node", "topology"), [(3, 1, "ring"), (4, 2, "aer")])
-@pytest.mark.parametrize("algorithm", ["awc", "atc"])
-def test_a_run_without_faults_equals_virtual_workers_bit_by_bit(monkeypatch, n, per_node, topology, algorithm):
-    options = {"topology": topology, "algorithm": algorithm, "soft_deadline": 30.0, "hard_deadline": 30.0}
+@pytest.mark.parametrize(
+    "settings",
+    [{"algorithm": "awc"}, {"algorithm": "atc"}, {"fragments": 2, "average_every": 5}],
+    ids=["awc", "atc", "fragments"],
+)
+def test_a_run_without_faults_equals_virtual_workers_bit_by_bit(monkeypatch, n, per_node, topology, settings):
+    options = {"topology": topology, **settings, "soft_deadline": 30.0, "hard_deadline": 30.0}
     with job(monkeypatch, n, per_node, **options) as made:
         workers = made.all(12, report)
         results = finish(workers)
@@ -35,7 +39,7 @@ def test_a_run_without_faults_equals_virtual_workers_bit_by_bit(monkeypatch, n, 
         per = [min(per_node, n - at) for at in range(0, n, per_node)]
         models, optimizers = [m for m, _ in parts], [o for _, o in parts]
         cluster = VirtualCluster(per_node=per)
-        cluster.decentralize(models, optimizers, topology=topology, algorithm=algorithm)
+        cluster.decentralize(models, optimizers, topology=topology, **policies(**settings))
         for step in range(12):
             for rank in range(n):
                 made.train(rank, step, models[rank], optimizers[rank])

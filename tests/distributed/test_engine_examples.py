@@ -1,4 +1,4 @@
-"""The examples run as they are, under torchrun: the plain DDP script and its Gossamer twin, and FSDP2 inside nodes."""
+"""The examples run, under torchrun or on workers of a pool, and do what they say."""
 
 import contextlib
 import difflib
@@ -58,25 +58,88 @@ def load_example(name):
     return module
 
 
-def continue_fsdp2(rank, steps, folder):
-    """What the example prints when it is resumed on 2 nodes of 2."""
+def call_example(rank, name, arguments):
+    """What the example prints on this worker."""
     printed = io.StringIO()
+    torch.set_num_threads(1)
     with contextlib.redirect_stdout(printed):
-        load_example("fsdp2_inside").main(steps, 2, Path(folder), resume=True)
+        load_example(name).main(**arguments)
     return printed.getvalue()
 
 
 def test_fsdp2_inside_and_gossip_between_learns_saves_and_resumes(pools, tmp_path):
-    printed = torchrun(4, "fsdp2_inside.py", "--per-node", "2", "--steps", "60", "--out", str(tmp_path))
+    arguments = {"steps": 60, "per_node": 2, "out": tmp_path, "resume": False}
+    printed = pools(2, 2).run(call_example, "fsdp2_inside", arguments)[0]
     assert printed.startswith("2 nodes of 2: steps 0 to 60, test loss ")
     loss = printed.split()[-1]
     assert float(loss) < 0.5  # ln 16 = 2.8 at the start
-    resumed = pools(2, 2).run(continue_fsdp2, 60, str(tmp_path))[0]
+    resumed = pools(2, 2).run(call_example, "fsdp2_inside", {**arguments, "resume": True})[0]
     assert resumed == f"2 nodes of 2: steps 30 to 60, test loss {loss}\n"
 
     example = load_example("fsdp2_inside")
-    model = example.Transformer()
+    model = example.network()
     model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     with torch.no_grad():
-        plain = example.loss_of(model, example.batch(torch.Generator().manual_seed(0), size=256))
+        plain = example.loss_of(model, torch.Generator().manual_seed(0), size=256)
     assert abs(float(plain) - float(loss)) < 1e-5
+
+
+def number(printed: str, pattern: str) -> float:
+    """The number that follows `pattern` in what an example printed."""
+    found = re.search(pattern + r" ?([\d.]*\d)", printed)
+    assert found, printed
+    return float(found[1])
+
+
+def test_the_language_model_learns(pools):
+    printed = pools(4).run(call_example, "language_model", {"text": None, "steps": 40})[0]
+    assert number(printed, "test loss") < 2.2  # ln 19 = 2.9 at the start
+
+
+def test_the_gan_learns_with_two_optimizers(pools):
+    printed = pools(4).run(call_example, "gan", {"steps": 150})[0]
+    assert number(printed, "the points lie") < 0.6  # about 1 at the start
+
+
+def test_a_slow_worker_takes_fewer_steps(pools):
+    printed = pools(4).run(call_example, "asynchronous", {"steps": 120, "seconds": 0.02})[0]
+    steps = [int(text) for text in re.findall(r"\d+", printed.split(";")[0])]
+    assert len(steps) == 4
+    assert 120 <= sum(steps) < 140
+    assert steps[0] < min(steps[1:])
+    assert number(printed, "test loss") < number(printed, "at the start") / 2
+
+
+def test_own_topologies_are_used(pools):
+    printed = pools(4).run(call_example, "own_topology", {"steps": 10})[0]
+    assert [line.split(":")[0] for line in printed.splitlines()] == ["halves", "custom"]
+    assert number(printed, "period") == 3
+
+
+def test_the_trace_names_the_late_worker(pools, tmp_path):
+    printed = pools(4).run(call_example, "tracing", {"steps": 20, "out": tmp_path})[0]
+    assert printed.startswith("20 steps of ")
+    assert "waited for worker 1" in printed
+    assert (tmp_path / "trace.json").stat().st_size > 1000
+
+
+def test_an_elastic_job_replaces_a_killed_worker():
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "elastic.py"), "--steps", "400"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, **QUICK_NAMES, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    ended = dict(re.findall(r"worker (\d): steps (\d+) to 400", done.stdout))
+    assert sorted(ended) == ["0", "1", "2", "3"], done.stdout
+    assert ended["1"] == ended["2"] == ended["3"] == "0"
+    assert int(ended["0"]) >= 100  # it joined where the others were
+
+
+def test_examples_are_short_and_described():
+    for path in EXAMPLES.glob("*.py"):
+        text = path.read_text()
+        assert text.count("\n") <= 80, path.name
+        assert f"examples/{path.name}" in text.split('"""')[1], path.name

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workers import assert_close, batch, decentralize, error_of, mlp, process_group, seeded, vector
 
 import gossamer
+from policies import policies
 
 STEPS = 6
 KINDS = ["ddp", "fsdp", "node"]  # wrapped in DDP, sharded by FSDP2, or neither and gradients="node"
@@ -116,6 +117,25 @@ def test_three_nodes_of_two(pools, kind, topology):
     check(pools, (2, 2, 2), kind, topology=topology)
 
 
+@pytest.mark.parametrize("kind", ["ddp", "node"])
+def test_fragments_between_nodes(pools, kind):
+    """As one virtual worker per node, which trains on the batches of its node's workers."""
+    settings = {"topology": "ring", "fragments": 2, "average_every": 5}
+    results = pools(2, 2).run(inside, kind, mlp, 8, **settings)
+    models = [seeded(0, mlp) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.02) for m in models]
+    with gossamer.VirtualCluster(2) as cluster:
+        cluster.decentralize(models, optimizers, **policies(**settings))
+        for step in range(8):
+            for node, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                node_loss(model, [2 * node, 2 * node + 1], step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            for node, model in enumerate(models):
+                for seen, _ in results[2 * node : 2 * node + 2]:
+                    torch.testing.assert_close(seen[step], vector(model), rtol=2e-5, atol=2e-6)
+
+
 def test_shards_of_unequal_sizes(pools):
     check(pools, (2, 2), "fsdp", uneven)
 
@@ -178,7 +198,7 @@ def test_node_group_is_made_anew_with_every_process_group(pools):
         assert pools(2, 1).run(node_ranks) == [[0, 1], [0, 1], [2]]
 
 
-def resume_sharded(rank, folder):
+def resume_sharded(rank, settings):
     """Save in the middle, train on; then load into a new model and train the same steps."""
     with process_group():
         mesh = DeviceMesh.from_group(gossamer.node_group(), "cpu")
@@ -198,7 +218,7 @@ def resume_sharded(rank, folder):
             return {k: v.to_local().clone() for k, v in state.items()}
 
         model, optimizer = make(0)
-        with decentralize(model, optimizer) as gossip:
+        with decentralize(model, optimizer, **settings) as gossip:
             train(model, optimizer, range(3))
             kept = local(model.state_dict()), gossip.state_dict()
             moments = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state_dict()["state"].items()}
@@ -211,7 +231,7 @@ def resume_sharded(rank, folder):
         state = optimizer2.state_dict()
         state["state"] = moments
         optimizer2.load_state_dict(state)
-        with decentralize(again, optimizer2, broadcast=False) as gossip:
+        with decentralize(again, optimizer2, broadcast=False, **settings) as gossip:
             gossip.load_state_dict(kept[1])
             train(again, optimizer2, range(3, 6))
             return expected, vector_of_shards(again)
@@ -221,6 +241,7 @@ def vector_of_shards(model):
     return torch.cat([p.to_local().detach().flatten() for p in model.parameters()]).clone()
 
 
-def test_sharded_run_resumes_bit_by_bit(pools, tmp_path):
-    for expected, resumed in pools(2, 2).run(resume_sharded, str(tmp_path)):
+@pytest.mark.parametrize("settings", [{}, {"fragments": 2, "average_every": 4}], ids=str)
+def test_sharded_run_resumes_bit_by_bit(pools, settings):
+    for expected, resumed in pools(2, 2).run(resume_sharded, settings):
         assert torch.equal(expected, resumed)

@@ -21,6 +21,7 @@ FACTORS = {
     "wire": ["fp32", "bf16", "fp16", "int8"],
     "every": [1, 2],
     "average_every": [0, 4],
+    "fragments": [1, 2],
     "bucket_mib": [None, 0.0005],  # one bucket, or six that cut parameters
     "hierarchical": [True, False],
     "in_flight": [4, 1],

@@ -30,6 +30,7 @@ VALUES: dict[str, Any] = {
     "model": {"vision": "resnet14", "translate": "small", "lm": "mini"},
     "norm": {"vision": "group", "translate": "post"},
     "average_every": 6,
+    "fragments": 2,
     "discount": 2.0,
 }
 

@@ -21,9 +21,10 @@ LAYOUTS = [[1], [2], [5], [16], [4, 4, 2], [2, 2, 2, 2]]
 KINDS = list(OUTER)
 
 
-def policy(algorithm, outer, lr, momentum, every, average_every):
+def policy(algorithm, outer, lr, momentum, every, average_every, **settings):
     kind = gossamer.AWC if algorithm == "awc" else gossamer.ATC
-    return kind(every=every, average_every=average_every, outer=gossamer.outer_named(outer, lr, momentum))
+    rule = gossamer.outer_named(outer, lr, momentum)
+    return kind(every=every, average_every=average_every, outer=rule, **settings)
 
 
 class Workers:
@@ -71,13 +72,23 @@ class Workers:
 @pytest.mark.parametrize("per_node", LAYOUTS, ids=str)
 @pytest.mark.parametrize("topology", [e.name for e in entries()])
 def test_every_topology_equals_the_reference(topology, per_node):
-    layout, steps = Layout.of(per_node), 7
+    equals_the_reference(topology, per_node, steps=7)
+
+
+@pytest.mark.parametrize("per_node", [[5], [2, 2]], ids=str)
+@pytest.mark.filterwarnings("ignore:bucket_mib")
+def test_fragments_equal_the_reference(per_node):
+    equals_the_reference("aer", per_node, steps=14, fragments=2)
+
+
+def equals_the_reference(topology, per_node, steps, fragments=1):
+    layout = Layout.of(per_node)
     built = build(topology, layout)
     for at, outer in enumerate(KINDS):
         for algorithm in ("awc", "atc"):
             lr, momentum = 0.6, 0.4
             every, average_every = (1, 3) if outer == "slowmo" else (2, 4 if at % 2 else 0)
-            rounds = {"every": every, "average_every": average_every}
+            rounds = {"every": every, "average_every": average_every, "fragments": fragments}
             workers = Workers(layout, built, policy(algorithm, outer, lr, momentum, **rounds), steps)
             dense = DenseOuter(
                 built,

@@ -23,8 +23,13 @@ CASES = {
     "guard below its limit": {"guard": ConsensusGuard(max_ratio=1e9, every=3)},
     "staleness": {"staleness": 2},
     "staleness and every": {"staleness": 1, "every": 2, "guard": ConsensusGuard(max_ratio=1e-9, every=4)},
+    "fragments": {"fragments": 2, "average_every": 5, "staleness": 1},
+    "atc, fragments": {"algorithm": "atc", "fragments": 3, "every": 2},
     "atc, guard": {"algorithm": "atc", "guard": ConsensusGuard(max_ratio=1e-9, every=4)},
 }
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:bucket_mib")  # models so small are cut as the fragments need it
 
 
 class Run:

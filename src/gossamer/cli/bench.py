@@ -83,6 +83,8 @@ def bench(
     ] = None,
     outer_lr: Annotated[float | None, typer.Option(help="Learning rate of the outer step, also of diloco.")] = None,
     outer_momentum: Annotated[float | None, typer.Option(help="Momentum of the outer step, also of diloco.")] = None,
+    fragments: Annotated[int, typer.Option(help="Gossamer: exchange one of so many parts of the model at a time.")] = 1,
+    average_every: Annotated[int, typer.Option(help="Gossamer: steps between exact averages; 0 makes none.")] = 0,
     bucket_mb: Annotated[
         float | None, typer.Option(metavar="MIB", help="One bucket size for all methods, instead of the best of each.")
     ] = None,
@@ -121,6 +123,8 @@ def bench(
         outer=outer,
         outer_lr=outer_lr,
         outer_momentum=outer_momentum,
+        fragments=fragments,
+        average_every=average_every,
         sweep_steps=SWEEP_STEPS if sweep else 0,
         sweep_buckets=BUCKETS if small else CLUSTER_BUCKETS,
     )

@@ -21,7 +21,7 @@ OUTPUT = "Output"
 PANELS: dict[str, tuple[str, ...]] = {
     "Method": (
         *("method", "steps", "seed", "combine", "every", "outer", "outer_lr", "outer_momentum"),
-        *("staleness", "average_every", "exact_inside"),
+        *("staleness", "average_every", "fragments", "exact_inside"),
         "ddp_bucket_mb",
     ),
     "Optimization": (

@@ -75,6 +75,7 @@ def simulate(
     outer: Annotated[
         bool, typer.Option("--outer", help="An outer step at every exchange, which then has the next --every steps.")
     ] = False,
+    fragments: Annotated[int, typer.Option(help="Exchange one of so many parts of the model at a time.")] = 1,
     atc: Annotated[bool, typer.Option("--atc", help="Adapt, then combine: no overlap.")] = False,
     rate: Annotated[
         float, typer.Option(help="Asynchronous methods: exchanges per worker and mean compute time.")
@@ -137,7 +138,7 @@ def simulate(
     def run(method: Method, setting: Setting, spans: int = 0) -> Result:
         from gossamer.predict.predict import default_policy, predict
 
-        policy = _policy(default_policy(setting, method), asked)
+        policy = _policy(default_policy(setting, method, fragments), asked)
         return predict(method, setting, steps=steps, seed=seed, policy=policy, rate=rate, trace_steps=spans)
 
     results = {m: run(m, setting, spans) for m in chosen}
@@ -198,12 +199,17 @@ def _setting(
 
 
 def cluster_from(
-    source: str, nodes: str | None, per_node: str | None, n: str | None, jitter: str | None, model_mb: float | None
+    source: str | ClusterSpec,
+    nodes: str | None,
+    per_node: str | None,
+    n: str | None,
+    jitter: str | None,
+    model_mb: float | None,
 ) -> ClusterSpec:
     """Load a preset or a file, and apply the options."""
     from gossamer.predict.cluster import load
 
-    cluster = load(source)
+    cluster = load(source) if isinstance(source, str) else source
     if nodes is not None or per_node is not None or n is not None:
         cluster = cluster.resized(_layout_on(cluster.layout, nodes, per_node, n))
     if jitter is not None:
@@ -211,7 +217,7 @@ def cluster_from(
     if model_mb is not None:
         if not (math.isfinite(model_mb) and model_mb > 0):
             raise InputError(f"--model-mb must be a positive number of megabytes, got {model_mb}")
-        cluster = cluster.changed(model={"mb": model_mb})
+        cluster = cluster.changed(model={"mb": model_mb, "source": "given"})
     return cluster
 
 

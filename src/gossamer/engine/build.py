@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -20,17 +22,17 @@ from gossamer.comm import (
 )
 from gossamer.engine.asynchronous import AsyncLane
 from gossamer.engine.coordinator import Coordinator
-from gossamer.engine.flat import cut, flatten, is_sharded, refuse_overlaps
+from gossamer.engine.flat import Bucket, Flat, cut, flatten, is_sharded, refuse_overlaps
 from gossamer.engine.gossip import Gossip, refuse_in_use
 from gossamer.engine.lane import Lane, LaneParts
 from gossamer.engine.node_gradients import NodeGradients
 from gossamer.engine.outer import problem
-from gossamer.engine.policies import Filter, Settings, Synchronous
+from gossamer.engine.policies import Exchange, Filter, Settings, Synchronous
 from gossamer.engine.prepared import Prepared
 from gossamer.engine.protocol import ScalesWithReplicas
 from gossamer.engine.synchronous import SyncLane
 from gossamer.engine.unwrap import unwrapped
-from gossamer.errors import InputError
+from gossamer.errors import GossamerWarning, InputError
 from gossamer.topology import Layout, Topology, resolve
 from gossamer.topology.schedule import Schedule
 from gossamer.trace import TraceWriter
@@ -59,8 +61,6 @@ def prepare(
         if not isinstance(o, Optimizer):
             raise InputError(f"decentralize() takes a torch optimizer or a list of them, got {type(o).__name__}")
         _refuse_unfit(o)
-    if settings.elastic is not None and any(p.device.type != "cpu" for p in model.parameters()):
-        raise InputError("on_failure='continue' works on CPU only so far; use on_failure='raise' on other devices")
     if not optimizers:
         raise InputError("decentralize() needs at least one optimizer, got an empty list")
     schedule, bare = _schedule(model, topology, settings, layout, rank, ranks, whole=parameters is None)
@@ -73,8 +73,25 @@ def prepare(
     flats = [flatten(named) for named in lanes]
     mib = settings.exchange.bucket_mib
     size = None if mib is None else max(1, round(mib * 2**20))
-    buckets = [cut(f, size, schedule.topology.period) for f in flats]
+    buckets = [cut(f, size, schedule.topology.period, schedule.fragments) for f in flats]
+    if size is not None and rank == 0:
+        _say_buckets(buckets, flats, settings.exchange, schedule.fragments)
     return Prepared(bare, optimizers, flats, buckets, schedule, settings, layout, rank)
+
+
+def _say_buckets(buckets: list[list[Bucket]], flats: list[list[Flat]], exchange: Exchange, fragments: int) -> None:
+    """Warn if there are other buckets than `bucket_mib` asks for, because every fragment needs equally many."""
+    assert exchange.bucket_mib is not None
+    size = exchange.bucket_mib * 2**20
+    asked = sum(math.ceil(f.buffer.numel() * f.buffer.element_size() / size) for lane in flats for f in lane)
+    made = sum(map(len, buckets))
+    if fragments > 1 and made != asked:
+        warnings.warn(
+            f"bucket_mib={exchange.bucket_mib:g} would make {asked} bucket(s), but each of the {fragments} fragments "
+            f"needs equally many, so the model is cut into {made}; leave bucket_mib out to have it chosen",
+            GossamerWarning,
+            stacklevel=5,
+        )
 
 
 def _refuse_unfit(optimizer: Optimizer) -> None:
@@ -122,6 +139,7 @@ def _schedule(
     }
     if isinstance(settings.algorithm, Synchronous):
         policy["average_every"] = settings.algorithm.average_every // settings.algorithm.every
+        policy["fragments"] = settings.algorithm.fragments
     _refuse_ddp_inside(model)
     group = ddp_process_group(model)
     sharded = [p for p in model.parameters() if is_sharded(p)]

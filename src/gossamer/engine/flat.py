@@ -56,7 +56,7 @@ class Flat:
         for place, pointer in zip(self.places, self._pointers, strict=True):
             tensor = _local(place.parameter) if self.packed else place.parameter
             if tensor.data_ptr() != pointer:
-                if not tensor.is_cuda and tensor.is_shared():  # type: ignore[no-untyped-call]
+                if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
                     raise GossamerError(
                         f"parameter {place.name!r} was moved to shared memory after decentralize() (by share_memory() "
                         "or by sending it to another process); share or send a copy: copy.deepcopy(model)"
@@ -172,17 +172,24 @@ def refuse_overlaps(named: Iterable[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def cut(flats: Sequence[Flat], bucket_bytes: int | None, period: int) -> list[Bucket]:
-    """Cut the buffers into buckets of equal size: `bucket_bytes`, or the size that `bucket_count` chooses."""
+def cut(flats: Sequence[Flat], bucket_bytes: int | None, period: int, fragments: int = 1) -> list[Bucket]:
+    """Cut the buffers into buckets of equal size: of at most `bucket_bytes`, or as many as `bucket_count` chooses.
+
+    Every buffer has a multiple of `fragments` buckets, unless it is too small for that many.
+    """
     buckets: list[Bucket] = []
     for flat in flats:
         elements, item = flat.buffer.numel(), flat.buffer.element_size()
         if bucket_bytes is None:
-            count = bucket_count(elements * item, period)
+            count = bucket_count(elements * item, period, fragments)
         else:
-            count = max(1, -(-elements * item // bucket_bytes))  # none where all parameters are empty
+            count = -(-elements * item // bucket_bytes)
+            count = max(1, -(-count // fragments)) * fragments
         align = max(1, ALIGN_BYTES // item)
-        each = -(-elements // (count * align)) * align
-        for start in range(0, elements, max(1, each)):
-            buckets.append(Bucket(len(buckets), flat, flat.buffer[start : start + each]))
+        units = -(-elements // align)
+        count = min(count, max(1, units // fragments) * fragments)
+        starts = [units * b // count * align for b in range(count + 1)]
+        for start, stop in pairwise(starts):
+            if start < stop:  # the others are empty: so few parameters
+                buckets.append(Bucket(len(buckets), flat, flat.buffer[start:stop]))
     return buckets

@@ -246,9 +246,13 @@ class Lane:
 
     def _launch_job(self, k: int, bucket: int, program: Program, make: Callable[[Scratch], ExchangeSteps]) -> Job:
         """Launch an exchange."""
-        job = Job(k, bucket, make)
+        job = Job(k, bucket, make, turn=self.turn(bucket))
         self.channel.launch(job)
         return job
+
+    def turn(self, bucket: int) -> int:
+        """The turn of a bucket's exchanges: consecutive for the buckets that are exchanged in the same round."""
+        return bucket // self.schedule.fragments
 
     def room(self, x: Tensor) -> Tensor:
         """A receive buffer for a bucket like `x`."""

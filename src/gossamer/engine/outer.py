@@ -191,4 +191,7 @@ def _sequences(outer: Outer, schedule: Schedule) -> list[tuple[Round, ...]]:
     period = schedule.topology.period
     length = min(LONGEST, math.lcm(period, schedule.average_every or 1))
     phases = min(period, 8) if schedule.average_every and schedule.stagger else 1
-    return [tuple(schedule.round(k, b) for k in range(length)) for b in range(phases)]
+    parts = schedule.fragments
+    every = [(b, k) for b in range(0, phases * parts, parts) for k in range(0, length * parts, parts)]
+    rounds = [schedule.round(k, b) for b, k in every]
+    return [tuple(rounds[at : at + length]) for at in range(0, len(rounds), length)]

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, get_args
 
 from torch import nn
 
-from gossamer.comm import wire_named
+from gossamer.comm import TransportName, wire_named
 from gossamer.engine.outer import Outer, SlowMo, check_outer
 from gossamer.errors import InputError
 
@@ -29,6 +29,7 @@ Filter = Callable[[str, nn.Parameter], bool]
 """`f(name, parameter)`: whether the parameter is mixed."""
 Seconds = timedelta | float
 """A duration: a `timedelta`, or a number of seconds."""
+MOST_FRAGMENTS = 64
 LONGEST = timedelta(days=3650).total_seconds()  # torch's waits end at once if their nanoseconds overflow 64 bits
 
 
@@ -41,16 +42,30 @@ class Synchronous:
     """Mix every `every` steps."""
     average_every: int = 0
     """Make the exchange an exact global average every `average_every` steps (0: never)."""
+    fragments: int = 1
+    """Exchange one of `fragments` parts of the model at a time, in turn."""
     outer: Outer | None = None
     """An outer step on the drift of `every` local steps: `Nesterov`, `HeavyBall`, `Accelerated` or `SlowMo`."""
 
     def __post_init__(self) -> None:
         _check_whole(self, "every", 1)
         _check_whole(self, "average_every", 0)
+        _check_whole(self, "fragments", 1)
+        if self.fragments > MOST_FRAGMENTS:
+            raise InputError(
+                f"fragments must be at most {MOST_FRAGMENTS}, got {self.fragments}: a bucket that is exchanged so "
+                "rarely hardly mixes; use every= for local steps between exchanges"
+            )
         if self.average_every % self.every:
             raise InputError(
                 f"average_every counts steps and must be a multiple of every={self.every}, got {self.average_every}; "
                 f"use {max(1, round(self.average_every / self.every)) * self.every}"
+            )
+        least = self.every * self.fragments
+        if 0 < self.average_every < least:
+            raise InputError(
+                f"average_every={self.average_every} steps are too few for an exchange of all {self.fragments} "
+                f"fragments, which takes {least}; use at least {least}"
             )
         if self.outer is not None:
             check_outer(self.outer, self.every, self.average_every)
@@ -170,8 +185,14 @@ class Exchange:
     """Bucket b follows the schedule at phase k + b, which spreads the load on the network evenly."""
     hierarchical: bool = True
     """Groups that span nodes average over the fast links inside each node first."""
+    transport: TransportName = "auto"
+    """What carries the parameters. "gloo" and "tcp" send from the CPU's memory ("tcp": elastic jobs only), "nccl" from
+    GPU to GPU, and "host" copies the parameters of any accelerator through the host. "auto" is "gloo" on the CPU and
+    "tcp" in elastic jobs; on an accelerator it is "nccl" where that is available, the algorithm is synchronous and the
+    job is not elastic, else "host"."""
 
     def __post_init__(self) -> None:
+        _check_choice("transport", self.transport, get_args(TransportName))
         if self.bucket_mib is not None and not (_is_number(self.bucket_mib) and 0 < self.bucket_mib < math.inf):
             raise InputError(
                 f"bucket_mib must be a positive number of MiB, got {self.bucket_mib!r}; leave it out to have it chosen"
@@ -181,7 +202,7 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Continue:
-    """Elastic job: continue without dead, stopped or unreachable workers, and admit replacements (CPU only)."""
+    """Elastic job: continue without dead, stopped or unreachable workers, and admit replacements."""
 
     soft_deadline: Seconds = 0.5
     """How long a step waits for a late neighbor before it continues without that neighbor."""

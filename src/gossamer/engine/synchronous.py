@@ -75,11 +75,12 @@ class SyncLane(Lane):
             flat.pack()
         self.forced = self.sketcher is not None and self.sketcher.at_launch(self.k, self.buckets)
         self.metrics.guard_averages += self.forced
-        self.metrics.averages += self.forced or self.schedule.averages(self.k)
+        self.metrics.averages += self.forced or self.schedule.completes_average(self.k)
         self.skips = 0
         if self._outer_step is not None:
             acts = self._outer_step.policy.acts(self.schedule.averages(self.k))
-            self._outer_step.acting = frozenset(range(len(self.buckets)) if acts else ())
+            exchanged = (b for b in range(len(self.buckets)) if self.schedule.exchanges(self.k, b))
+            self._outer_step.acting = frozenset(exchanged if acts else ())
         self._post()
         self.k += 1
         self.metrics.rounds += 1
@@ -95,7 +96,7 @@ class SyncLane(Lane):
         corrects = self._sent is not None or self._outer_step is not None
         for b, bucket in enumerate(self.buckets):
             source = bucket.x
-            if self._sent is not None:
+            if self._sent is not None and (self.forced or self.schedule.exchanges(self.k, b)):
                 source = self._sent[b]
                 source.copy_(bucket.x)
             program = self.schedule.program(self.k, b, self.rank, bucket.x.numel(), average=self.forced)

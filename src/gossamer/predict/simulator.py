@@ -34,8 +34,8 @@ class ExchangePolicy:
     """How exchanges are spread over time; the defaults are the engine's.
 
     `combine="atc"` (adapt then combine) averages after the step, without overlap. Workers mix every `every` steps. A
-    worker may take `staleness` steps without its exchange before it waits. With `outer`, an outer step at each
-    exchange, an exchange of awc has all of the next `every` steps.
+    worker may take `staleness` steps without its exchange before it waits. With `fragments`, each exchange is of one of
+    so many parts of the model, in turn. With `outer` steps an exchange has all of the next `every` steps.
     """
 
     buckets: int = 4
@@ -46,10 +46,12 @@ class ExchangePolicy:
     every: int = 1
     combine: Literal["awc", "atc"] = "awc"
     average_every: int = 0
+    fragments: int = 1
     outer: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("buckets", 1), ("in_flight", 1), ("every", 1), ("staleness", 0), ("average_every", 0)):
+        leasts = {"buckets": 1, "in_flight": 1, "every": 1, "staleness": 0, "average_every": 0, "fragments": 1}
+        for name, least in leasts.items():
             value = getattr(self, name)
             if value < least:
                 raise InputError(f"{name} must be at least {least}, got {value}")
@@ -112,7 +114,8 @@ class Network:
             each = ends.reshape(width, n)
             if recorder is not None:
                 for at, exchange in enumerate(wave.exchanges):
-                    recorder.exchange(k, bucket + at, exchange, starts[at * n : (at + 1) * n].copy(), each[at])
+                    number = -k % self.schedule.fragments + (bucket + at) * self.schedule.fragments
+                    recorder.exchange(k, number, exchange, starts[at * n : (at + 1) * n].copy(), each[at])
             done = np.maximum(done, each.max(axis=0))
             lanes[: width * n] = ends
             bucket += width
@@ -120,13 +123,14 @@ class Network:
 
     def _step(self, k: int) -> list[Wave]:
         """Return the buckets of exchange k, in waves of as many as may be in flight."""
-        key = -1 if self.schedule.averages(k) else k % self.schedule.topology.period
+        parts = self.schedule.fragments
+        key = -1 - k % parts if self.schedule.averages(k) else k % (parts * self.schedule.topology.period)
         found = self._waves.get(key)
         if found is None:
             if len(self._waves) >= self._most:  # a long period of many workers is not kept whole
                 self._waves.clear()
                 self._prepared.clear()
-            made = [self._exchange(k, b) for b in range(self.policy.buckets)]
+            made = [self._exchange(k, b) for b in range(self.policy.buckets) if self.schedule.exchanges(k, b)]
             width = self.policy.in_flight
             found = self._waves[key] = [Wave(made[b : b + width]) for b in range(0, len(made), width)]
         return found
@@ -190,15 +194,20 @@ def simulate(
     *,
     rounds: int,
     update: float = 0.0,
+    mixing: float = 0.0,
     trace_steps: int = 0,
 ) -> Result:
     """Simulate `rounds` exchanges of gossip.
 
     `compute` has the compute times, [steps, workers], of at least all steps taken; `update` is the optimizer's time at
-    the end of each step.
+    the end of each step, `mixing` the time to write a round's result into the parameters.
     """
     schedule = replace(
-        schedule, stagger=policy.stagger, hierarchical=policy.hierarchical, average_every=policy.average_every
+        schedule,
+        stagger=policy.stagger,
+        hierarchical=policy.hierarchical,
+        average_every=policy.average_every,
+        fragments=policy.fragments,
     )
     n = costs.layout.n
     network = Network(schedule, costs, policy)
@@ -216,10 +225,11 @@ def simulate(
         taken.__iadd__(1)
         return times
 
-    def updated(only: np.ndarray | None = None) -> Floats:
+    def updated(only: np.ndarray | None = None, mixed: bool = False) -> Floats:
+        seconds = update + mixing * mixed
         if recorder is not None:
-            recorder.update(taken - 1, u, update, only)
-        return u + update if only is None else np.where(only, u + update, u)
+            recorder.update(taken - 1, u, seconds, only)
+        return u + seconds if only is None else np.where(only, u + seconds, u)
 
     for k in range(rounds):
         if recorder is not None and taken.min() >= trace_steps:
@@ -232,15 +242,12 @@ def simulate(
             end = network.run(k, u, recorder)
             if recorder is not None:
                 recorder.wait(k, taken - 1, u, end)
-            u = end
+            u = end + mixing
         else:
             end = network.run(k, u, recorder)
-            after = policy.every - 1
-            if policy.outer:
-                for _ in range(after):
-                    u = u + work()
-                    u = updated()
-                after = 0
+            for _ in range(policy.every - 1 if policy.outer else 0):
+                u = u + work()
+                u = updated()
             u = u + work()
             for _ in range(policy.staleness):
                 late = end > u
@@ -255,8 +262,8 @@ def simulate(
             if recorder is not None:
                 recorder.wait(k, taken - 1, u, end)
             u = np.maximum(u, end)
-            u = updated()
-            for _ in range(after):
+            u = updated(mixed=True)
+            for _ in range(0 if policy.outer else policy.every - 1):
                 u = u + work()
                 u = updated()
         history[k + 1], steps[k + 1] = u, taken
@@ -265,7 +272,7 @@ def simulate(
         spans = recorder.spans
     elif not trace_steps:
         spans = []
-    return _result(history, steps, compute + update, tuple(spans))
+    return _result(history, steps, compute + update + mixing / policy.every, tuple(spans))
 
 
 def _result(history: Floats, steps: np.ndarray, compute: Floats, spans: tuple[Span, ...]) -> Result:

@@ -81,6 +81,8 @@ class RunConfig(BaseModel):
     """Learning rate of the outer step. By default 0.7, for slowmo 1; diloco takes it as well."""
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Momentum of the outer step. By default 0.5, for diloco 0.9."""
+    fragments: Count = 1
+    """Exchange one of so many parts of the model in each step, in turn."""
     exact_inside: bool = False
     """Average gradients exactly inside each node (DDP) and gossip parameters between nodes."""
     ddp_bucket_mb: Annotated[float, Field(gt=0)] | None = None

@@ -89,7 +89,7 @@ def gossip_settings(method: Method, config: RunConfig) -> dict[str, Any]:
         raise InputError("the recipes train with Gossamer and torch, not with decent-dp; measure it by gossamer bench")
     if method.algorithm == "local":
         return {"topology": "complete", "algorithm": _exact_average(method, config)}
-    given = {"every": config.every, "staleness": config.staleness, "average_every": config.average_every}
+    given = {name: getattr(config, name) for name in ("every", "staleness", "average_every", "fragments")}
     chosen: dict[str, Any] = {
         name: value for name, value in given.items() if value != RunConfig.model_fields[name].default
     }

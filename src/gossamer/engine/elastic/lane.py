@@ -100,9 +100,9 @@ class ElasticLane(SyncLane):
     def _launch_job(self, k: int, bucket: int, program: Program, make: Callable[[Scratch], ExchangeSteps]) -> Job:
         peers = frozenset(p.peer for step in program for p in (*step.sends, *step.recvs))
         if self.meeting is not None:
-            job = Job(self.meeting.number, bucket, make, stamp=meeting_stamp(peers))
+            job = Job(self.meeting.number, bucket, make, stamp=meeting_stamp(peers), turn=self.turn(bucket))
         else:
-            job = Job(k, bucket, make, stamp=Stamp(self.epoch, self._plan, peers))
+            job = Job(k, bucket, make, stamp=Stamp(self.epoch, self._plan, peers), turn=self.turn(bucket))
         self.channel.launch(job)
         return job
 

@@ -61,12 +61,18 @@ class BenchPlan:
     outer: str | None = None  # of Gossamer's synchronous methods
     outer_lr: float | None = None  # of Gossamer's outer step and of diloco
     outer_momentum: float | None = None
+    fragments: int = 1  # of Gossamer's synchronous methods
+    average_every: int = 0  # of Gossamer's synchronous methods
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "repeats": 1, "warmup": 3, "sweep_steps": 0, "staleness": 0, "every": 1}
+        least |= {"fragments": 1, "average_every": 0}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise InputError(f"{name} must be at least {smallest}, got {getattr(self, name)}; pass a larger number")
+        gossamer.AWC(
+            every=self.every, staleness=self.staleness, fragments=self.fragments, average_every=self.average_every
+        )  # raises if they do not fit together
         if self.seconds is not None and not 0 < self.seconds < 86400:
             raise InputError(f"seconds must be more than 0 and less than a day, got {self.seconds}; pass e.g. 30")
         if self.bucket_mb is not None and not 0 < self.bucket_mb < 1e6:
@@ -87,7 +93,10 @@ class BenchPlan:
         """The bucket sizes to try; with more than one, a sweep finds the best."""
         if self.bucket_mb is not None:
             return (self.bucket_mb,)
-        return bucket_sizes(method, setup, self.sweep_buckets if self.sweep_steps else ())
+        counts = self.sweep_buckets if self.sweep_steps else ()
+        if method.package == "gossamer" and method.algorithm == "awc":  # every fragment has equally many buckets
+            counts = tuple(dict.fromkeys(-(-c // self.fragments) * self.fragments for c in counts))
+        return bucket_sizes(method, setup, counts)
 
     def runs(self, method: Method, setup: Setup) -> list[int]:
         """The number of steps of each run of a method, warm-up included; with `seconds` only those of the warm-up."""
@@ -109,13 +118,14 @@ class _Bench:
     def method_run(self, method: Method, bucket_mb: float | None, **changes: Any) -> MethodRun:
         plan = self.plan
         # Asynchronous algorithms have none of these settings and refuse other values than the defaults.
-        options: dict[str, Any] = {"staleness": plan.staleness} if plan.staleness else {}
-        every = method.local_steps(plan.every)
-        options |= {"every": every} if every > 1 or plan.every > 1 else {}
-        if plan.outer is not None and method.algorithm != "local":
+        usual = {"staleness": 0, "every": 1, "fragments": 1, "average_every": 0}
+        options: dict[str, Any] = {name: value for name in usual if (value := getattr(plan, name)) != usual[name]}
+        if plan.outer is not None:
             options["outer"] = gossamer.outer_named(plan.outer, plan.outer_lr, plan.outer_momentum)
+        if method.algorithm == "local":
+            options = {"every": method.local_steps(plan.every)}
         if method.name == "diloco":
-            options |= {"lr": plan.outer_lr or DILOCO_LR}
+            options |= {"lr": DILOCO_LR if plan.outer_lr is None else plan.outer_lr}
             options |= {"momentum": DILOCO_MOMENTUM if plan.outer_momentum is None else plan.outer_momentum}
         made = MethodRun(
             method,
@@ -265,6 +275,8 @@ def _report(setup: Setup, plan: BenchPlan, cluster: LabCluster, results: list[di
             "staleness": plan.staleness,
             "every": plan.every,
             "outer": plan.outer,
+            "fragments": plan.fragments,
+            "average_every": plan.average_every,
         },
         "ideal": ideal(plan.table(setup)[plan.warmup :]),
     }
