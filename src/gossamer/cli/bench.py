@@ -79,7 +79,8 @@ def bench(
         int, typer.Option(help="Gossamer, diloco, localsgd: steps between two exchanges. The latter two: by default 8.")
     ] = 1,
     outer: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Gossamer: outer step: nesterov, heavy-ball or accelerated.")
+        str | None,
+        typer.Option(metavar="NAME", help="Gossamer's outer step: nesterov, heavy-ball, accelerated, slowmo."),
     ] = None,
     outer_lr: Annotated[float | None, typer.Option(help="Learning rate of the outer step, also of diloco.")] = None,
     outer_momentum: Annotated[float | None, typer.Option(help="Momentum of the outer step, also of diloco.")] = None,
