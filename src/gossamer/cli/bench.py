@@ -76,7 +76,15 @@ def bench(
     staleness: Annotated[
         int, typer.Option(help="Gossamer: steps that may proceed while a late exchange is in flight.")
     ] = 0,
-    every: Annotated[int, typer.Option(help="Gossamer: steps between two exchanges.")] = 1,
+    every: Annotated[
+        int, typer.Option(help="Gossamer, diloco, localsgd: steps between two exchanges. The latter two: by default 8.")
+    ] = 1,
+    outer: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Gossamer's outer step: nesterov, heavy-ball, accelerated, slowmo."),
+    ] = None,
+    outer_lr: Annotated[float | None, typer.Option(help="Learning rate of the outer step, also of diloco.")] = None,
+    outer_momentum: Annotated[float | None, typer.Option(help="Momentum of the outer step, also of diloco.")] = None,
     fragments: Annotated[int, typer.Option(help="Gossamer: exchange one of so many parts of the model at a time.")] = 1,
     average_every: Annotated[int, typer.Option(help="Gossamer: steps between exact averages; 0 makes none.")] = 0,
     bucket_mb: Annotated[
@@ -114,6 +122,9 @@ def bench(
         trace=trace,
         staleness=staleness,
         every=every,
+        outer=outer,
+        outer_lr=outer_lr,
+        outer_momentum=outer_momentum,
         fragments=fragments,
         average_every=average_every,
         sweep_steps=SWEEP_STEPS if sweep else 0,

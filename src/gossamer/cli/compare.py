@@ -76,7 +76,7 @@ def compare(
     from gossamer.jobs.compare import Sweep, Trainer, best, reuse_sweep, slug, summarize, sweep
     from gossamer.jobs.prepare import default_folder
     from gossamer.jobs.signals import Stopped
-    from gossamer.predict.methods import parse_list
+    from gossamer.predict.methods import parse, parse_list
 
     refuse_launcher("compare")
     chosen = parse_list(methods)
@@ -97,7 +97,7 @@ def compare(
     tried = None if lr_sweep is None else _numbers(lr_sweep)
 
     def configured(method: str, rate: float | None, number: int = seed) -> RunConfig:
-        inside = {"exact_inside": False} if method.partition(":")[0] == "ddp" else {}
+        inside = {"exact_inside": False} if parse(method).exact else {}
         return flags.configured(defaults={"save_final": False}, method=method, seed=number, lr=rate, **inside)
 
     first, *_ = [configured(m, None) for m in names]  # all of them: none is refused after others have trained
