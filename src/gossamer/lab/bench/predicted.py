@@ -54,15 +54,15 @@ class Probed:
         method: Method,
         *,
         bucket_mb: float | None,
-        options: Mapping[str, int],
+        options: Mapping[str, Any],
         gradients: Gradients,
         steps: int,
         seed: int,
     ) -> float:
         """Predict the step time of one run."""
         settings = {k: int(options.get(k, usual)) for k, usual in (("every", 1), ("staleness", 0), ("fragments", 1))}
-        plan = BucketPlan(bucket_mb=bucket_mb)
-        choice = Choice(method, method.algorithm, gradients, **settings, plan=plan)
+        outer, plan = options.get("outer") is not None, BucketPlan(bucket_mb=bucket_mb)
+        choice = Choice(method, method.algorithm, gradients, **settings, outer=outer, plan=plan)
         return choice.predict(self.cluster(method), max(20, steps), seed).step_time
 
 
