@@ -69,6 +69,18 @@ def test_paced_links_without_root(capsys):
     assert "paced" in why or "not installed" in why
 
 
+def test_local_steps_beside_torchft(capsys):
+    pytest.importorskip("torchft")
+    words = "--network paced --link 4mbit --every 4 --outer nesterov --methods diloco,localsgd,dadam:aer"
+    _, results = bench(capsys, words)
+    for name in ("diloco", "localsgd"):
+        assert results[name]["local_steps"] == 4
+        assert results[name]["bytes_per_step"] == pytest.approx(0.75e6 / 4)
+        assert results[name]["step_ms"] >= 50 + 1500 / 4  # nothing overlaps with an all-reduce of 1.5 s
+        assert results[name]["waiting_ms"]["all-reduce"] > 300
+    assert results["dadam:aer"]["local_steps"] == 4
+
+
 def test_a_fixed_time_counts_the_steps_of_each_worker(capsys):
     _, results = bench(capsys, "--network loopback --seconds 1 --jitter slow-worker:2 --methods ddp,dadam:ring")
     for result in results.values():

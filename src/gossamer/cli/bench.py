@@ -20,6 +20,7 @@ from gossamer.cli.common import (
     layout_from,
     print_json,
     print_rich,
+    refuse_launcher,
     table,
 )
 from gossamer.errors import InputError
@@ -75,7 +76,15 @@ def bench(
     staleness: Annotated[
         int, typer.Option(help="Gossamer: steps that may proceed while a late exchange is in flight.")
     ] = 0,
-    every: Annotated[int, typer.Option(help="Gossamer: steps between two exchanges.")] = 1,
+    every: Annotated[
+        int, typer.Option(help="Gossamer, diloco, localsgd: steps between two exchanges. The latter two: by default 8.")
+    ] = 1,
+    outer: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Gossamer's outer step: nesterov, heavy-ball, accelerated, slowmo."),
+    ] = None,
+    outer_lr: Annotated[float | None, typer.Option(help="Learning rate of the outer step, also of diloco.")] = None,
+    outer_momentum: Annotated[float | None, typer.Option(help="Momentum of the outer step, also of diloco.")] = None,
     fragments: Annotated[int, typer.Option(help="Gossamer: exchange one of so many parts of the model at a time.")] = 1,
     average_every: Annotated[int, typer.Option(help="Gossamer: steps between exact averages; 0 makes none.")] = 0,
     bucket_mb: Annotated[
@@ -96,7 +105,7 @@ def bench(
     from gossamer.lab.bench import BUCKETS, SWEEP_STEPS, BenchPlan, expected, run_bench
     from gossamer.predict.methods import parse_list
     from gossamer.report.plots import check_matplotlib, check_output
-    from gossamer.report.record import environment
+    from gossamer.report.record import check_record_folder, environment
 
     chosen = parse_list(methods)
     if plot is not None:
@@ -113,12 +122,18 @@ def bench(
         trace=trace,
         staleness=staleness,
         every=every,
+        outer=outer,
+        outer_lr=outer_lr,
+        outer_momentum=outer_momentum,
         fragments=fragments,
         average_every=average_every,
         sweep_steps=SWEEP_STEPS if sweep else 0,
         sweep_buckets=BUCKETS if small else CLUSTER_BUCKETS,
     )
+    refuse_launcher("bench")
     setup, note = _setup(cluster, nodes, per_node, link, links, compute, model_mb, layers, jitter, network)
+    if out is not None:
+        check_record_folder(out)
     if not as_json:
         print(_duration(*expected(setup, chosen, plan)), file=sys.stderr)
     machine = environment()  # before the run: the load of other programs

@@ -72,6 +72,9 @@ def simulate(
     in_flight: Annotated[int | None, typer.Option(help="Buckets exchanged at the same time.")] = None,
     staleness: Annotated[int, typer.Option(help="Steps that may proceed while a late exchange is in flight.")] = 0,
     every: Annotated[int, typer.Option(help="Steps between two exchanges.")] = 1,
+    outer: Annotated[
+        bool, typer.Option("--outer", help="An outer step at every exchange, which then has the next --every steps.")
+    ] = False,
     fragments: Annotated[int, typer.Option(help="Exchange one of so many parts of the model at a time.")] = 1,
     atc: Annotated[bool, typer.Option("--atc", help="Adapt, then combine: no overlap.")] = False,
     rate: Annotated[
@@ -127,7 +130,7 @@ def simulate(
     if contour is not None and gamma is None and cluster is None:
         gamma = 1.0  # the picture covers a range of γ
     setting = _setting(cluster, nodes, per_node, n, gamma, omega, sigma, jitter, model_mb)
-    asked: dict[str, Any] = {"staleness": staleness, "every": every, "combine": "atc" if atc else "awc"}
+    asked: dict[str, Any] = {"staleness": staleness, "every": every, "combine": "atc" if atc else "awc", "outer": outer}
     named = {"buckets": buckets, "stagger": stagger, "hierarchical": hierarchical, "in_flight": in_flight}
     asked |= {k: v for k, v in named.items() if v is not None}
     spans = trace_steps if trace or html or (plot and not scaling) else 0
