@@ -286,7 +286,7 @@ def _choose_topology(worker: _Worker, layout: Layout, transport: Transport, auto
         worker.topology = "aer"
         return
     try:
-        worker.topology = choose_topology(worker.topology, worker.model, worker.settings, layout, transport)
+        worker.topology = choose_topology(str(worker.topology), worker.model, worker.settings, layout, transport)
     except InputError as error:
         worker.error = error
 
