@@ -98,6 +98,10 @@ def bench(
     trace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Record a timeline of each method, and draw timeline.svg.")
     ] = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Probe first, and print the predicted step time beside the measured one.")
+    ] = False,
+    busy: Annotated[bool, typer.Option("--busy", help="Compute on the cores instead of sleeping.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a record: raw samples, table, charts.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -132,13 +136,14 @@ def bench(
     )
     refuse_launcher("bench")
     setup, note = _setup(cluster, nodes, per_node, link, links, compute, model_mb, layers, jitter, network)
+    setup = replace(setup, busy=busy)
     if out is not None:
         check_record_folder(out)
     if not as_json:
         print(_duration(*expected(setup, chosen, plan)), file=sys.stderr)
     machine = environment()  # before the run: the load of other programs
     with _progress(quiet=as_json) as tell:
-        measured = run_bench(setup, chosen, plan, tell)
+        measured = run_bench(setup, chosen, plan, tell, measure=_probe_worker() if predict else None)
     data = finite({**measured, "environment": machine})
     if note:
         data["cluster"]["note"] = note
@@ -147,6 +152,12 @@ def bench(
         print_json({**data, "results": [{k: v for k, v in r.items() if k != "runs"} for r in data["results"]]})
         return
     print_rich(*_shown(data, setup))
+
+
+def _probe_worker() -> Any:
+    from gossamer.jobs.probe import lab_worker
+
+    return lab_worker
 
 
 def _setup(
@@ -251,15 +262,18 @@ def _shown(data: dict[str, Any], setup: Setup) -> Iterator[Any]:
     )
     if "note" in where:
         yield Text(where["note"], style="yellow")
-    made = table("method", "ms", "spread", "× DDP", "× limit", "wait", "MB", "bucket", "CPU")
+    predicted = any("predicted_ms" in r for r in data["results"])
+    more = ["predicted", "error"] if predicted else []
+    made = table("method", "ms", *more, "spread", "× DDP", "× limit", "wait", "MB", "bucket", "CPU")
     for r in data["results"]:
         if "skipped" in r:
-            made.add_row(Text(r["method"]), "-", "", "", "", "", "", "", "")
+            made.add_row(Text(r["method"]), "-")
             continue
         low, high = r["step_ms_spread"]
         made.add_row(
             Text(r["method"]),
             f"{r['step_ms']:.1f}",
+            *([f"{r['predicted_ms']:.1f}", f"{r['prediction_error']:+.1%}"] if predicted else []),
             f"{low:.0f}-{high:.0f}" if low >= 100 else f"{low:.1f}-{high:.1f}",
             "-" if r["speedup_vs_ddp"] is None else f"{r['speedup_vs_ddp']:.2f}",
             "-" if r["multiple_of_limit"] is None else f"{r['multiple_of_limit']:.2f}",

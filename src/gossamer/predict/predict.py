@@ -76,6 +76,14 @@ def ddp_shares(setting: Setting, buckets: int = 1) -> Floats:
     if isinstance(setting, Abstract):
         return np.full(buckets, 1 / buckets)
     total, cap = setting.model.bytes, setting.ddp.bucket_mb * MiB
+    layers = setting.model.equal_layers
+    if layers is not None:  # the layer that fills a bucket closes it
+        filled = [0.0]
+        for _ in range(layers):
+            if filled[-1] >= (min(MiB, cap) if len(filled) == 1 else cap):
+                filled.append(0.0)
+            filled[-1] += total / layers
+        return np.array(filled) / total
     first = min(MiB, cap, total)
     rest = total - first
     count = math.ceil(rest / cap)

@@ -17,6 +17,7 @@ from typing import Any
 
 import gossamer
 from gossamer.errors import InputError
+from gossamer.lab.bench.predicted import Probed, ProbeWorker, probe
 from gossamer.lab.bench.setup import BUCKETS, Setup, bucket_sizes, why_not
 from gossamer.lab.bench.stats import (
     add_speedups,
@@ -33,7 +34,7 @@ from gossamer.lab.cluster import LabCluster
 from gossamer.lab.cpu import usable_cores
 from gossamer.lab.workers import WorkerFailed, WorkerPool
 from gossamer.predict.compute import Table
-from gossamer.predict.methods import DILOCO_LR, DILOCO_MOMENTUM, Method
+from gossamer.predict.methods import DILOCO_LR, DILOCO_MOMENTUM, Method, parse
 from gossamer.trace import Span, Trace, merge
 
 WARMUP = 5
@@ -171,19 +172,49 @@ class _Bench:
 
 
 def run_bench(
-    setup: Setup, methods: Sequence[Method], plan: BenchPlan | None = None, progress: Progress = lambda *_: None
+    setup: Setup,
+    methods: Sequence[Method],
+    plan: BenchPlan | None = None,
+    progress: Progress = lambda *_: None,
+    measure: ProbeWorker | None = None,
 ) -> dict[str, Any]:
     """Measure all methods; return `{"results": [...], "cluster": {...}, ...}`.
 
-    With `plan.trace`, each method also writes a timeline to that folder.
+    With `plan.trace`, each method also writes a timeline to that folder. With `measure`, the worker function of
+    `gossamer probe`, the lab is probed first, and every result has the step time that was predicted from that.
     """
     plan = plan or BenchPlan()
     refused = _refused(setup, methods)
     with setup.cluster() as cluster, cluster.pool() as pool:
+        probed = None
+        if measure is not None:
+            progress("probing links and processors", 0, 1)
+            probed = probe(setup, [m for m in methods if m not in refused], pool, measure, plan.seed)
         bench = _Bench(setup, plan, [m for m in methods if m not in refused], pool, progress)
         results = _measure(bench, methods, refused)
+    if probed is not None:
+        _add_predictions(results, probed, plan)
     note_drops(results, cluster.dropped)
     return _report(setup, plan, cluster, results)
+
+
+def _add_predictions(results: list[dict[str, Any]], probed: Probed, plan: BenchPlan) -> None:
+    """Add the predicted step time and its error to every result."""
+    options = {k: getattr(plan, k) for k in ("staleness", "every", "fragments", "outer")}
+    for r in results:
+        if "skipped" in r:
+            continue
+        method = parse(r["method"])
+        seconds = probed.step_seconds(
+            method,
+            bucket_mb=r["bucket_mb"],
+            options=options if method.local_steps(2) > 1 else {},  # neither DDP nor asynchronous methods have them
+            gradients="worker",
+            steps=plan.warmup + plan.steps,
+            seed=plan.seed,
+        )
+        r["predicted_ms"] = 1e3 * seconds
+        r["prediction_error"] = 1e3 * seconds / r["step_ms"] - 1
 
 
 def expected(setup: Setup, methods: Sequence[Method], plan: BenchPlan) -> tuple[int, float]:

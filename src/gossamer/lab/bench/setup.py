@@ -44,6 +44,7 @@ class Setup:
     network: Network = "namespaces"
     name: str = ""
     dilation: Mapping[str, float] = field(default_factory=dict)  # the factors by which a preset was scaled
+    busy: bool = False  # compute keeps a core busy instead of sleeping
     means: tuple[float, ...] = ()  # each worker's mean compute time relative to `compute`; empty: all are equal
 
     def __post_init__(self) -> None:
@@ -89,6 +90,7 @@ class Setup:
             "name": self.name,
             "compute_seconds": self.compute,
             "jitter": self.jitter,
+            "busy": self.busy,
             "model_mb": self.model_mb,
             "layers": self.layers,
             "gamma": self.gamma(),
@@ -197,4 +199,4 @@ def why_not(method: Method, setup: Setup) -> str | None:
 
 
 def emulated(setup: Setup, seconds: list[float]) -> EmulatedModel:
-    return EmulatedModel(setup.model_mb, setup.layers, seconds)
+    return EmulatedModel(setup.model_mb, setup.layers, seconds, busy=setup.busy)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ class MethodRun:
     timeout: float = 120.0  # seconds that a worker waits for another
     bucket_mb: float | None = None  # MiB
     options: dict[str, Any] = field(default_factory=dict)  # settings of the algorithm's policy, or of torchft
+    gradients: Literal["worker", "node"] = "worker"
     trace: str | None = None
 
 
@@ -136,7 +137,7 @@ def trainer(run: MethodRun, model: EmulatedModel, watch: Watch | None) -> BenchT
         optimizer,
         topology=method.topology or "aer",
         algorithm=gossamer.algorithm(method.algorithm, **run.options),
-        gradients="worker",
+        gradients=run.gradients,
         wire=method.wire,
         exchange=gossamer.Exchange(bucket_mib=run.bucket_mb),
         timeout=run.timeout,
