@@ -41,6 +41,12 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
         assert not re.search(r"<link[^>]+href=[\"']https?://", path.read_text(encoding="utf-8")), path
 
 
+def test_every_table_is_a_table(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        text = re.sub(r"<(pre|code)[^>]*>.*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.S)
+        assert not re.search(r"\|\s*:?---", text), page
+
+
 def test_every_picture_is_there(site: Path) -> None:
     for page in site.rglob("*.html"):
         for source in re.findall(r'<img[^>]+src="([^"]+)"', page.read_text(encoding="utf-8")):
