@@ -131,7 +131,10 @@ class Costs(Protocol):
         """The number of links that jobs can name."""
         ...
 
-    def exchange(self, round: Round, share: float) -> ExchangeCost: ...
+    def exchange(self, round: Round, share: float, *, exact: bool = False) -> ExchangeCost:
+        """The cost of an exchange. `exact`: an exact average, which travels in full precision."""
+        ...
+
     def allreduce(self, share: float) -> float: ...
 
 
@@ -154,9 +157,9 @@ class AbstractCosts:
     def links(self) -> int:
         return self.layout.n
 
-    def exchange(self, round: Round, share: float) -> ExchangeCost:
+    def exchange(self, round: Round, share: float, *, exact: bool = False) -> ExchangeCost:
         n, node = self.layout.n, self.layout.node
-        full = self.omega * self.gamma * share * WIRES[self.wire] / WIRES["fp32"]
+        full = self.omega * self.gamma * share * (1.0 if exact else WIRES[self.wire] / WIRES["fp32"])
         cost = np.zeros(n)
         for g in round.groups:
             nodes = len({node[w] for w in g})
@@ -194,7 +197,7 @@ class ClusterCosts:
     def links(self) -> int:
         return self.layout.nodes
 
-    def exchange(self, round: Round, share: float) -> ExchangeCost:
+    def exchange(self, round: Round, share: float, *, exact: bool = False) -> ExchangeCost:
         layout, links = self.layout, self.cluster.links
         elements = self.cluster.model.bytes / 4 * share
         if self.collective and round.weights is None:
@@ -202,7 +205,7 @@ class ClusterCosts:
             inter, intra = inter * elements * 4, intra * elements * 4
         else:
             t = traffic(round, layout, hierarchical=self.hierarchical)
-            wired = WIRES[self.wire]
+            wired = WIRES["fp32" if exact else self.wire]
             inter = (t.inter_wired * wired + t.inter_plain * 4) * elements
             intra = (t.intra_wired * wired + t.intra_plain * 4) * elements
             steps = t.steps

@@ -125,7 +125,8 @@ class ElasticCoordinator(Coordinator):
 
         def progress() -> Progress:
             rounds, steps = [lane.k for lane in lanes], [lane.metrics.steps for lane in lanes]
-            return Progress(rounds, steps, self.meetings.next, self.meetings.parked)
+            donations = [lane.donation() for lane in lanes]
+            return Progress(rounds, steps, self.meetings.next, self.meetings.parked, donations)
 
         self._transfer.between_steps(progress)
         if self.members.excluded:
@@ -165,6 +166,7 @@ class ElasticCoordinator(Coordinator):
         while len(self.members.record.members) > 1 and not self.members.furthest(0):
             if not deadline.sleep(POLL):  # until a neighbor reports which round the others are in by now
                 break
-        for lane, rounds, steps in zip(lanes, progress.rounds, progress.steps, strict=True):
-            lane.continue_from(max(rounds, self.members.furthest(lane.index)), steps)
+        each = zip(lanes, progress.rounds, progress.steps, progress.lanes, strict=True)
+        for lane, rounds, steps, donated in each:
+            lane.continue_from(max(rounds, self.members.furthest(lane.index)), steps, donated)
             lane.launch(combine=False)

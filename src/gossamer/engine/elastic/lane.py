@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -106,6 +106,14 @@ class ElasticLane(SyncLane):
         self.channel.launch(job)
         return job
 
+    def donation(self) -> dict[str, Any]:
+        """What a newcomer takes from this lane, besides parameters and the state of the optimizer."""
+        return {} if self._anchors is None else {"anchors": self._anchors.state_dict()}
+
+    def average_id(self) -> int:
+        """Another plan may have averaged other members in a round of the same number."""
+        return (self.k + 1) << 24 | int.from_bytes(self._plan[:3])
+
     def finish(self, *, assisting: bool = False) -> None:
         since = clock()
         self._deadline = Deadline(self._soft)
@@ -170,8 +178,11 @@ class ElasticLane(SyncLane):
         self.schedule = self.planned
 
     @torch.no_grad()
-    def continue_from(self, rounds: int, steps: int) -> None:
-        """Continue from another worker's state, which is in the parameters already."""
+    def continue_from(self, rounds: int, steps: int, donated: dict[str, Any]) -> None:
+        """Continue from another worker's state, which is in the parameters already; `donated` is the rest of it."""
         self.adopt()
+        if self._anchors is not None:
+            self._anchors.load_state_dict(donated["anchors"])
+            self._anchors.wanted = False  # the others may have had that average meanwhile
         self.k, self.metrics.steps = rounds, steps
         self._members.advance(self.index, rounds)

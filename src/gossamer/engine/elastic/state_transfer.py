@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Progress:
     steps: list[int]  # of each lane
     meetings: int  # number of the next meeting
     parked: bool  # it waits for that meeting
+    lanes: list[dict[str, Any]]  # what else a newcomer takes, of each lane
 
 
 class StateTransfer:
@@ -107,7 +108,7 @@ class StateTransfer:
         state = {
             "model": self._model.state_dict(),
             "optimizers": [o.state_dict() for o in self._optimizers],
-            "progress": asdict(progress()),
+            "progress": vars(progress()),
         }
         copy = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), state)
         threading.Thread(target=self._send, args=(asked, copy), name="gossamer-state", daemon=True).start()

@@ -43,7 +43,7 @@ OTHER_COLOR = "#117777"
 # A topology changes the shade: below 0 darker, above 0 lighter.
 TOPOLOGY_SHADES = {"aer": 0.0, "one-peer-exponential": -0.35, "exp": -0.35, "ring": 0.35, "complete": 0.55}
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.6), (1.3, 1.3), (6, 1.6, 1.3, 1.6), (9, 2.5), (3, 1, 1, 1, 1, 1))
-WIRE_DASHES = {"bf16": 1, "fp16": 1, "int8": 2}
+WIRE_DASHES = {"bf16": 1, "fp16": 1, "int8": 2, "int4": 3}
 MARKERS = "osD^vPX*"
 
 
