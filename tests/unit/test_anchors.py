@@ -176,7 +176,9 @@ def test_without_an_anchor_nothing_is_sent_to_anybody():
     """Workers that have no common anchor do not match each other either."""
     layout = Layout.of([2])
     made = program(build("complete", layout).round(0), layout, 0, 4)
-    steps = exchange(made, torch.ones(4), torch.empty(8), wire_named("int8"), Scratch(), anchor=Anchor(torch.ones(4), None))
+    steps = exchange(
+        made, torch.ones(4), torch.empty(8), wire_named("int8"), Scratch(), anchor=Anchor(torch.ones(4), None)
+    )
     (_, message), (_, received) = (batch := next(steps)).sends[0], batch.recvs[0]
     assert wire_named("int8").marked(message) == -1
     received.copy_(message)
@@ -198,7 +200,9 @@ def test_a_mean_that_is_not_finite_is_no_anchor():
 def test_other_buckets_than_those_of_the_state_are_refused():
     saved = Still([2], 1024, topology="ring", wire="int8").cluster.state_dicts()
     other = Still([2], 1024, topology="ring", wire="int8", fragments=4)
-    with pytest.raises(InputError, match=r"anchors for buckets of \[1024\] elements and this run has buckets of \[256, "):
+    with pytest.raises(
+        InputError, match=r"anchors for buckets of \[1024\] elements and this run has buckets of \[256, "
+    ):
         other.cluster.load_state_dicts(saved)
 
 
