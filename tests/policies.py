@@ -10,7 +10,7 @@ ALGORITHM = (
     *("every", "outer", "staleness", "average_every", "fragments"),
     *("rate", "max_staleness", "gaps", "pairing", "clock", "seed"),
 )
-EXCHANGE = ("bucket_mib", "in_flight", "stagger", "hierarchical")
+EXCHANGE = ("bucket_mib", "in_flight", "stagger", "hierarchical", "transport")
 DEADLINES = ("soft_deadline", "hard_deadline")
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import gossamer.comm.deadline as deadlines
-from gossamer.comm import Hub, Job, PeerError, Plain, Purpose, exchange, room_for, wire_named
+from gossamer.comm import Hub, Job, PeerError, Plain, Purpose, exchange, wire_named
 from gossamer.comm.nccl import NcclChannel
 from gossamer.comm.process_groups import WorkerGroup
 from gossamer.comm.transport import ChannelId
@@ -19,7 +19,7 @@ from gossamer.engine.lane import Lane
 from gossamer.errors import GossamerWarning
 from gossamer.topology import Layout, build
 from gossamer.topology.schedule import Schedule
-from late_device import LateDevice
+from late_device import LateDevice, rounds_of
 
 
 class Network:
@@ -88,36 +88,6 @@ def network(monkeypatch):
     yield make
     for network in made:
         network.close()
-
-
-def rounds_of(topology, per_node, elements, wire, channels, devices):
-    """Mix four rounds of `topology` on these channels; return the workers' values."""
-    layout = Layout.of(per_node)
-    schedule = Schedule(build(topology, layout))
-    x = [torch.arange(elements, dtype=torch.float32).mul_(rank + 1).sin_() for rank in range(layout.n)]
-    outs = [torch.full((room_for(elements, max(per_node)),), torch.nan) for _ in x]
-    for k in range(4):
-        jobs = []
-        for rank, channel in enumerate(channels):
-            program = schedule.program(k, 0, rank, elements)
-            with devices[rank].training() if devices else torch.no_grad():
-                x[rank].mul_(1.01)  # still under way when the round is launched
-                if program:
-                    jobs.append(Job(k, 0, partial(exchange, program, x[rank], outs[rank], wire)))
-                    channel.launch(jobs[-1])
-                else:
-                    jobs.append(None)
-        for rank, (channel, job) in enumerate(zip(channels, jobs, strict=True)):
-            if job is None:
-                continue
-            while not channel.wait(job, 0.01):
-                assert not job.done
-            with devices[rank].training() if devices else torch.no_grad():
-                if job.result is not None:
-                    job.result.write_to(x[rank])
-    for device in devices or ():
-        device.synchronize()
-    return x
 
 
 @pytest.mark.parametrize("wire", ["fp32", "int8"])

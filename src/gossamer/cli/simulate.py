@@ -196,12 +196,17 @@ def _setting(
 
 
 def cluster_from(
-    source: str, nodes: str | None, per_node: str | None, n: str | None, jitter: str | None, model_mb: float | None
+    source: str | ClusterSpec,
+    nodes: str | None,
+    per_node: str | None,
+    n: str | None,
+    jitter: str | None,
+    model_mb: float | None,
 ) -> ClusterSpec:
     """Load a preset or a file, and apply the options."""
     from gossamer.predict.cluster import load
 
-    cluster = load(source)
+    cluster = load(source) if isinstance(source, str) else source
     if nodes is not None or per_node is not None or n is not None:
         cluster = cluster.resized(_layout_on(cluster.layout, nodes, per_node, n))
     if jitter is not None:
@@ -209,7 +214,7 @@ def cluster_from(
     if model_mb is not None:
         if not (math.isfinite(model_mb) and model_mb > 0):
             raise InputError(f"--model-mb must be a positive number of megabytes, got {model_mb}")
-        cluster = cluster.changed(model={"mb": model_mb})
+        cluster = cluster.changed(model={"mb": model_mb, "source": "given"})
     return cluster
 
 

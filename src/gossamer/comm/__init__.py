@@ -1,6 +1,7 @@
 """Moving bytes between workers: exchanges, wire formats, transports. The only importer of torch.distributed."""
 
-from gossamer.comm.accelerator import Accelerator
+from gossamer.comm.accelerator import Accelerator, NoTurns, Turns
+from gossamer.comm.choice import TransportName, accelerator_of, choose_transport
 from gossamer.comm.deadline import WARN_AFTER, Deadline, PeerWait
 from gossamer.comm.exchange import (
     Anchor,
@@ -65,6 +66,7 @@ __all__ = [
     "Job",
     "LocalTransport",
     "Mixed",
+    "NoTurns",
     "OtherAnchor",
     "PeerError",
     "PeerWait",
@@ -78,10 +80,14 @@ __all__ = [
     "Stamp",
     "Store",
     "Transport",
+    "TransportName",
+    "Turns",
     "Wire",
     "WorkerGroup",
+    "accelerator_of",
     "arrived",
     "averaged_devices",
+    "choose_transport",
     "clock",
     "correction",
     "ddp_inside",

@@ -7,24 +7,16 @@ hardware yet (docs/gpu-checklist.md). Tests replace it by a device whose streams
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gossamer.comm.transport import clock
+from gossamer.comm.transport import Event, clock
 
 SHORTEST_POLL, LONGEST_POLL = 2e-5, 1e-3  # seconds between looks at an event
-
-
-class Event(Protocol):
-    """A point in a stream."""
-
-    def query(self) -> bool:
-        """Whether all work before this point is done."""
-        ...
 
 
 class Accelerator:
@@ -69,15 +61,15 @@ class Accelerator:
         return torch.accelerator.current_stream(self.device)
 
 
-def arrives(event: Event, timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
-    """Wait at most `timeout` seconds for `event`, or until `stop()`. Return whether all work before it is done.
+def arrives(event: Event, timeout: float) -> bool:
+    """Wait at most `timeout` seconds for `event`. Return whether all work before it is done.
 
     Polls: a device that waits for another worker (NCCL) cannot be waited for with a time limit in any other way.
     """
     until, pause = clock() + timeout, SHORTEST_POLL
     while not event.query():
         left = until - clock()
-        if left <= 0 or stop():
+        if left <= 0:
             return event.query()
         time.sleep(min(pause, left))
         pause = min(2 * pause, LONGEST_POLL)
@@ -85,19 +77,34 @@ def arrives(event: Event, timeout: float, stop: Callable[[], bool] = lambda: Fal
 
 
 class Turns:
-    """Orders what several threads do to the same tensors on streams of their own. Hold a lock around each block.
-
-    with lock, turns:
-        x.add_(1)  # after what other threads queued in their blocks, even if this thread has another current stream
-    """
+    """Orders what two threads do in turns to the same tensors, each on a stream of its own: the training thread on its
+    current stream, a thread beside it on a side stream, where its work does not queue behind a whole backward pass.
+    The caller holds a lock in each block."""
 
     def __init__(self, accelerator: Accelerator):
-        self._accelerator = accelerator
+        self._accelerator, self._stream = accelerator, accelerator.stream()
         self._last: Event | None = None
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """A turn of the training thread."""
         if self._last is not None:
             self._accelerator.wait_for(self._last)
-
-    def __exit__(self, *_: object) -> None:
+        yield
         self._last = self._accelerator.mark()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """A turn of the other thread."""
+        with self._accelerator.running_on(self._stream), self.training():
+            yield
+
+
+class NoTurns:
+    """The same on the CPU, where an operation is done when it returns."""
+
+    def training(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def beside(self) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.comm.accelerator import Accelerator
 from gossamer.comm.deadline import Deadline
 from gossamer.comm.exchange import Batch
 from gossamer.comm.pace import Pace
@@ -157,11 +158,11 @@ class Edge:
 
 class GlooTransport(Transport):
     """A worker's edges, made when first used: a worker connects only to the peers of its rounds. `store` holds their
-    addresses."""
+    addresses. Parameters on an `accelerator` are copied through the host."""
 
-    def __init__(self, store: Store, workers: WorkerGroup, timeout: float):
+    def __init__(self, store: Store, workers: WorkerGroup, timeout: float, accelerator: Accelerator | None = None):
         self.rank, self.size, self._workers = workers.rank, workers.size, workers
-        self._store, self._timeout = store, timeout
+        self._store, self._timeout, self.accelerator = store, timeout, accelerator
         self._edges: dict[int, Edge] = {}
         self._lock = threading.Lock()
         self._left = threading.Event()
@@ -230,7 +231,7 @@ class GlooChannel(ThreadedChannel):
 
     def __init__(self, transport: GlooTransport, channel: ChannelId, threads: int, timeout: float):
         self._transport, self._timeout = transport, timeout
-        super().__init__(channel, threads, transport.pace)
+        super().__init__(channel, threads, transport.pace, transport.staged(channel))
 
     def _cut(self) -> None:
         self._transport.cut()

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gossamer.comm.accelerator import Accelerator, Event, arrives
+from gossamer.comm.accelerator import Accelerator, arrives
 from gossamer.comm.exchange import Batch, Scratch
 from gossamer.comm.gloo import GlooChannel, GlooTransport
 from gossamer.comm.process_groups import Store, WorkerGroup
-from gossamer.comm.transport import Channel, ChannelId, Job, PeerError, Purpose, clock
+from gossamer.comm.transport import Channel, ChannelId, Event, Job, PeerError, Purpose, clock
 
 WATCHDOG = 120.0  # seconds after `timeout` at which NCCL's own watchdog may end the process
 
@@ -31,12 +31,12 @@ class NcclTransport(GlooTransport):
 
     def __init__(self, store: Store, workers: WorkerGroup, timeout: float, accelerator: Accelerator):
         super().__init__(store, workers, timeout)
-        self._accelerator = accelerator
+        self._device = accelerator
         self._watched: set[int] = set()
 
     def channel(self, channel: ChannelId, in_flight: int, timeout: float) -> Channel:
         if channel.purpose is Purpose.PARAMETERS:
-            return NcclChannel(self, self._workers, self._accelerator, timeout)
+            return NcclChannel(self, self._workers, self._device, timeout)
         return GlooChannel(self, channel, in_flight, timeout)
 
     def watch(self, peer: int) -> None:

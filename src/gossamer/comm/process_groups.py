@@ -96,9 +96,10 @@ def gloo_device() -> Any:
 
 
 def broadcast_from_first(tensors: list[Tensor], group: Any = None) -> None:
+    """Copy the values of the group's first worker to all; through the host where the group knows no such device."""
     for tensor in tensors:
         if tensor.numel():
-            whole = tensor.contiguous()
+            whole = tensor.contiguous() if tensor.device.type in averaged_devices(group) else tensor.cpu().contiguous()
             dist.broadcast(whole, group=group, group_src=0)
             if whole is not tensor:
                 tensor.copy_(whole)
@@ -143,9 +144,9 @@ def sparse_embeddings(model: torch.nn.Module) -> list[torch.nn.Embedding | torch
     return [m for m in model.modules() if isinstance(m, kinds) and m.sparse]
 
 
-def averaged_devices() -> set[str]:
-    """The types of the devices, such as "cuda", whose tensors the default process group can average."""
-    return {entry.partition(":")[0] for entry in dist.get_backend_config().split(",")}
+def averaged_devices(group: Any = None) -> set[str]:
+    """The types of the devices, such as "cuda", whose tensors a process group (default: of all workers) can average."""
+    return {entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")}
 
 
 def gathered(value: Tensor, group: ProcessGroup) -> list[Tensor]:
@@ -259,6 +260,11 @@ def _destroy() -> None:
     """
     _left.extend(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
+
+
+def initialized() -> bool:
+    """Whether the default process group exists."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def wait_for_all() -> None:

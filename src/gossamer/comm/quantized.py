@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gossamer.comm.wire import Wire
 from gossamer.native import load
@@ -141,7 +142,9 @@ def _kernels() -> _Kernels | None:
 
 
 def _fits(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+    """Whether the kernels take this tensor. An active dispatch mode must see torch operations."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and _get_current_dispatch_mode() is None
+    return plain and tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
 
 
 def _blocks(elements: int) -> int:

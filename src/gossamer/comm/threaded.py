@@ -7,8 +7,10 @@ import threading
 from abc import abstractmethod
 from contextlib import nullcontext
 
+from gossamer.comm.accelerator import Accelerator
 from gossamer.comm.exchange import Batch, Scratch
 from gossamer.comm.pace import Pace
+from gossamer.comm.staging import Stage
 from gossamer.comm.transport import Channel, ChannelId, Job, clock
 
 GRACE = 2.0  # seconds that operations have to end after they were cut
@@ -18,12 +20,14 @@ AGAIN = 0.05  # seconds between attempts to cut
 class ThreadedChannel(Channel):
     """Threads that carry out exchanges in launch order. On every worker, a bucket always runs on the same thread: its
     turn modulo the number of threads. So all workers perform a thread's exchanges in the same order and cannot wait in
-    a circle."""
+    a circle.
+
+    With an `accelerator`, messages on it are copied through the host (`staging.py`)."""
 
     _done = threading.Condition()  # one for all channels: collective calls wait for jobs of any channel
 
-    def __init__(self, channel: ChannelId, threads: int, pace: Pace | None):
-        self._channel, self._pace = channel, pace
+    def __init__(self, channel: ChannelId, threads: int, pace: Pace | None, accelerator: Accelerator | None = None):
+        self._channel, self._pace, self._accelerator = channel, pace, accelerator
         self._pending = 0
         self._queues: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in range(threads)]
         self._threads = [
@@ -47,6 +51,8 @@ class ThreadedChannel(Channel):
         """End all operations under way: this worker no longer takes part."""
 
     def launch(self, job: Job) -> None:
+        if self._accelerator is not None:
+            job.ready = self._accelerator.mark()
         with self._done:
             self._pending += 1
         turn = job.bucket if job.turn is None else job.turn
@@ -73,10 +79,11 @@ class ThreadedChannel(Channel):
 
     def _work(self, jobs: queue.SimpleQueue[Job | None]) -> None:
         scratch = Scratch()
+        stage = None if self._accelerator is None else Stage(self._accelerator)
         while (job := jobs.get()) is not None:
             job.started = clock()
             try:
-                self._perform(job, scratch)
+                self._perform(job, scratch, stage)
             except BaseException as error:  # the training thread raises it
                 job.error = error
             with self._done:
@@ -84,8 +91,8 @@ class ThreadedChannel(Channel):
                 self._pending -= 1
                 self._done.notify_all()
 
-    def _perform(self, job: Job, scratch: Scratch) -> None:
-        steps = job.make(scratch)
+    def _perform(self, job: Job, scratch: Scratch, stage: Stage | None) -> None:
+        steps = job.make(scratch) if stage is None else stage.steps(job, scratch)
         try:
             while True:
                 batch = next(steps)

@@ -9,14 +9,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from gossamer.comm.exchange import ExchangeSteps, Mixed, Scratch
 from gossamer.errors import GossamerError
 
+if TYPE_CHECKING:
+    from gossamer.comm.accelerator import Accelerator
+
 clock = time.perf_counter
+
+
+class Event(Protocol):
+    """A point in a stream of an accelerator."""
+
+    def query(self) -> bool:
+        """Whether all work before this point is done."""
+        ...
 
 
 class PeerError(GossamerError):
@@ -75,6 +86,7 @@ class Job:
     blocked: list[tuple[int, float, float]] = field(default_factory=list)  # (peer, from, to)
     sent: dict[int, int] = field(default_factory=dict)  # bytes by peer
     stamp: Stamp | None = None  # where messages carry a header
+    ready: Event | None = None  # on an accelerator: the parameters are as they are to be sent
     given_up: bool = False  # the training thread no longer waits for it
     turn: int | None = None  # jobs with the same turn are carried out in launch order; None: the bucket
 
@@ -121,6 +133,11 @@ class Transport(ABC):
     rank: int
     size: int
     threaded = True  # False: all workers share one thread, and a VirtualCluster drives the exchanges
+    accelerator: Accelerator | None = None  # whose tensors are copied through the host
+
+    def staged(self, channel: ChannelId) -> Accelerator | None:
+        """The accelerator that the messages of `channel` may be on; small control values are always on the host."""
+        return self.accelerator if channel.purpose is Purpose.PARAMETERS else None
 
     @abstractmethod
     def channel(self, channel: ChannelId, in_flight: int, timeout: float) -> Channel:

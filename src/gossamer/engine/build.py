@@ -61,8 +61,6 @@ def prepare(
         if not isinstance(o, Optimizer):
             raise InputError(f"decentralize() takes a torch optimizer or a list of them, got {type(o).__name__}")
         _refuse_unfit(o)
-    if settings.elastic is not None and any(p.device.type != "cpu" for p in model.parameters()):
-        raise InputError("on_failure='continue' works on CPU only so far; use on_failure='raise' on other devices")
     if not optimizers:
         raise InputError("decentralize() needs at least one optimizer, got an empty list")
     schedule, bare = _schedule(model, topology, settings, layout, rank, ranks, whole=parameters is None)

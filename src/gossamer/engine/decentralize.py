@@ -28,6 +28,8 @@ from gossamer.comm import (
     RoundBarrier,
     Transport,
     WorkerGroup,
+    accelerator_of,
+    choose_transport,
     ddp_process_group,
     default_store,
     inside_ray_train,
@@ -107,8 +109,8 @@ def decentralize(
         process_group: The workers that gossip: a process group, or a one-dimensional `DeviceMesh` such as the
             data-parallel dimension beside tensor parallelism. Default: all workers.
         on_failure: "raise" ends the job with an error that names the dead peer. "continue", or `Continue(...)` to set
-            its deadlines, makes the job elastic: it continues without dead workers and admits replacements (CPU only).
-        exchange: Bucket size, buckets in flight, and other settings of the exchange; see `Exchange`.
+            its deadlines, makes the job elastic: it continues without dead workers and admits replacements.
+        exchange: Bucket size, buckets in flight, transport, and other settings of the exchange; see `Exchange`.
         parameters: `f(name, parameter) -> bool` selects the parameters to mix; the others stay local.
         buffers: What `averaged()` does with module buffers: "average" or "local".
         gradients: "worker": every worker steps on its own gradient. "node": gradients are averaged exactly among the
@@ -151,6 +153,7 @@ def decentralize(
         )
     except Exception as error:  # the other workers must hear of it before it is raised
         worker.error = error
+    worker.choose_transport()
     if on_failure == "continue" or isinstance(on_failure, Continue):
         if process_group is not None:
             raise InputError(
@@ -178,6 +181,25 @@ class _Worker:
         self.error: Exception | None = None
         self.prepared: Prepared | None = None
         self.writer: TraceWriter | None = None
+        self.accelerator: Accelerator | None = None
+        self.transport: Literal["gloo", "tcp", "nccl", "host"] | None = None
+
+    def choose_transport(self) -> None:
+        """Choose what carries the parameters. An error is kept for the comparison with the other workers."""
+        if self.settings is None or not isinstance(self.model, nn.Module):
+            return
+        policy = self.settings.algorithm
+        try:
+            self.accelerator = accelerator_of(self.model.parameters())
+            self.transport = choose_transport(
+                self.settings.exchange.transport,
+                self.accelerator,
+                policy.name,
+                elastic=self.settings.elastic is not None,
+                asynchronous=self.settings.asynchronous,
+            )
+        except InputError as error:
+            self.error = error
 
     @property
     def timeout(self) -> float:
@@ -186,13 +208,13 @@ class _Worker:
     def describe(self, layout: Layout, rank: int, ranks: Sequence[int], **further: object) -> str:
         """Prepare this worker and describe it, or its error, for the comparison with the other workers."""
         try:
-            if self.settings is not None:
+            if self.settings is not None and self.error is None:
                 self.prepared = prepare(
                     self.model, self.optimizer, self.topology, self.settings, self._parameters, layout, rank, ranks
                 )
                 if self._trace is not None:
                     self.writer = TraceWriter(Path(self._trace), rank, layout.node)
-                return json.dumps(describe(self.prepared) | further)
+                return json.dumps(describe(self.prepared) | {"transport": self.transport} | further)
         except Exception as error:  # the other workers must hear of it, whatever it is
             self.error = error
         known = isinstance(self.error, GossamerError)
@@ -206,7 +228,7 @@ def _static(worker: _Worker, process_group: ProcessGroup | DeviceMesh | None, br
     except InputError as error:
         raise worker.error or error from None
     store = PrefixStore(_prefix(workers.ranks), default_store())
-    transport = _transport(worker.model, store, workers, worker.timeout)
+    transport = _transport(worker, store, workers)
     with ExitStack() as on_error:
         on_error.callback(transport.close)
         layout = layout_of(transport.share("node", node_name()))
@@ -281,7 +303,9 @@ def _elastic(worker: _Worker, broadcast: bool) -> ElasticGossip:
     prepared = worker.prepared
     assert prepared is not None
     prepared.common = broadcast
-    coordinator = ElasticCoordinator(arrival, prepared, worker.topology, broadcast=broadcast)
+    coordinator = ElasticCoordinator(
+        arrival, prepared, worker.topology, broadcast=broadcast, accelerator=worker.accelerator
+    )
     try:
         opened = open_lanes(prepared, ElasticLane, coordinator.transport, coordinator, worker.writer)
         return ElasticGossip(prepared, opened, coordinator, worker.writer)
@@ -354,10 +378,11 @@ def _prefix(ranks: tuple[int, ...]) -> str:
     return f"gossamer/{name}/{_calls[ranks]}"
 
 
-def _transport(model: nn.Module, store: Any, workers: WorkerGroup, timeout: float) -> Transport:
-    on_gpu = [p.device for p in model.parameters() if p.is_cuda] if isinstance(model, nn.Module) else []
-    if on_gpu:
+def _transport(worker: _Worker, store: Any, workers: WorkerGroup) -> Transport:
+    """The transport that was chosen; gloo, to tell the other workers, if there was an error."""
+    if worker.transport == "nccl":
         from gossamer.comm.nccl import NcclTransport
 
-        return NcclTransport(store, workers, timeout, Accelerator(on_gpu[0]))
-    return GlooTransport(store, workers, timeout)
+        assert worker.accelerator is not None
+        return NcclTransport(store, workers, worker.timeout, worker.accelerator)
+    return GlooTransport(store, workers, worker.timeout, worker.accelerator)

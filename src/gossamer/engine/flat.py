@@ -56,7 +56,7 @@ class Flat:
         for place, pointer in zip(self.places, self._pointers, strict=True):
             tensor = _local(place.parameter) if self.packed else place.parameter
             if tensor.data_ptr() != pointer:
-                if not tensor.is_cuda and tensor.is_shared():  # type: ignore[no-untyped-call]
+                if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
                     raise GossamerError(
                         f"parameter {place.name!r} was moved to shared memory after decentralize() (by share_memory() "
                         "or by sending it to another process); share or send a copy: copy.deepcopy(model)"

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, get_args
 
 from torch import nn
 
-from gossamer.comm import wire_named
+from gossamer.comm import TransportName, wire_named
 from gossamer.engine.outer import Outer, SlowMo, check_outer
 from gossamer.errors import InputError
 
@@ -185,8 +185,14 @@ class Exchange:
     """Bucket b follows the schedule at phase k + b, which spreads the load on the network evenly."""
     hierarchical: bool = True
     """Groups that span nodes average over the fast links inside each node first."""
+    transport: TransportName = "auto"
+    """What carries the parameters. "gloo" and "tcp" send from the CPU's memory ("tcp": elastic jobs only), "nccl" from
+    GPU to GPU, and "host" copies the parameters of any accelerator through the host. "auto" is "gloo" on the CPU and
+    "tcp" in elastic jobs; on an accelerator it is "nccl" where that is available, the algorithm is synchronous and the
+    job is not elastic, else "host"."""
 
     def __post_init__(self) -> None:
+        _check_choice("transport", self.transport, get_args(TransportName))
         if self.bucket_mib is not None and not (_is_number(self.bucket_mib) and 0 < self.bucket_mib < math.inf):
             raise InputError(
                 f"bucket_mib must be a positive number of MiB, got {self.bucket_mib!r}; leave it out to have it chosen"
@@ -196,7 +202,7 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Continue:
-    """Elastic job: continue without dead, stopped or unreachable workers, and admit replacements (CPU only)."""
+    """Elastic job: continue without dead, stopped or unreachable workers, and admit replacements."""
 
     soft_deadline: Seconds = 0.5
     """How long a step waits for a late neighbor before it continues without that neighbor."""

@@ -77,6 +77,11 @@ class VirtualCluster:
         policy = Settings.of(**settings)
         if policy.elastic is not None:
             raise InputError("virtual workers share one process and cannot die one by one; leave on_failure out")
+        if policy.exchange.transport != "auto":
+            raise InputError(
+                f"virtual workers share one process and need no transport, got {policy.exchange.transport!r}; "
+                "leave it out"
+            )
         if policy.gradients == "node" and self.layout.nodes < self.layout.n:
             raise InputError(
                 "gradients='node' needs real workers: virtual workers run their backward passes one after the other; "

@@ -15,6 +15,7 @@ from gossamer.comm.baseline import DdpTimeline, ddp
 from gossamer.comm.process_groups import join_world, leave_world
 from gossamer.errors import GossamerError
 from gossamer.jobs.elastic import run_elastic
+from gossamer.jobs.events import run_events
 from gossamer.jobs.progress import Outcome, Watch, following
 from gossamer.jobs.signals import interrupts, stop_when_asked
 from gossamer.lab import LabCluster, WorkerFailed, WorkerPool, why_unavailable
@@ -61,14 +62,19 @@ def run_virtual(
         return float(steps * clock["step_seconds"])
 
     method = parse(config.method)
-    return run(config, task, method, folder, resume=resume, watch=watch, clock=time_after, stop=stop).outcome()
+    with run_events(folder):
+        return run(config, task, method, folder, resume=resume, watch=watch, clock=time_after, stop=stop).outcome()
 
 
 def run_pool(pool: WorkerPool, folder: Path, watch: Watch, *, resume: bool = False) -> Outcome:
     """Train on local workers; Ctrl-C asks them to stop after the same step."""
     graceful_stop.clear(folder)
     try:
-        with following(folder / "metrics-00000.jsonl", watch), interrupts(lambda: graceful_stop.request(folder)):
+        with (
+            run_events(folder),
+            following(folder / "metrics-00000.jsonl", watch),
+            interrupts(lambda: graceful_stop.request(folder)),
+        ):
             outcome: Outcome = pool.run(run_worker, str(folder), resume, timeout=FOREVER)[0]
     except WorkerFailed as failed:
         if isinstance(failed.__cause__, GossamerError):

@@ -161,6 +161,8 @@ def tensorboard(folder: Path) -> Watch:
 
     def write(row: Row) -> None:
         for key, value in row.items():
+            if key in ("workers", "time"):
+                continue  # the workers' exchanges, and a time that TensorBoard has itself
             if isinstance(value, dict):
                 for name, number in value.items():
                     writer.add_scalar(f"{key}/{name}", number, row["step"])

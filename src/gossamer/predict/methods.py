@@ -19,6 +19,7 @@ WireName = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 
 # Bytes in flight per fp32 element. int8 and int4 carry one bf16 scale for every block of 128 elements.
 WIRES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0 + 2.0 / 128, "int4": 0.5 + 2.0 / 128}
+ANCHORED = ("int8", "int4")  # relative to the last exact average
 DDP_WIRES = ("fp32", "bf16", "fp16")  # the wires of torch's communication hooks
 DEFAULT_TOPOLOGY = "aer"
 

@@ -3,6 +3,7 @@
 RUN/config.json            the configuration, facts about the task, versions, the command
     metrics-00000.jsonl    one row per step and one per evaluation, one file per process
     trace/                 the timeline of each worker, with `trace`
+    waits-RANK.json        for whom each worker of a finished run waited
     checkpoints/           see `gossamer.Checkpoints`
 """
 
@@ -121,6 +122,10 @@ def run(
         timed = None if clock is None else continued(clock, progress)
         train(task, strategy, config, gradients, progress=progress, log=log, save=save, stop=stop, clock=timed)
         progress.unsaved = strategy.finish(checkpoints)
+    waits = strategy.waits()
+    if waits is not None:
+        whole = {"worker": rank, "per_node": config.per_node, "seconds": progress.seconds, "waited": progress.waited}
+        (folder / f"waits-{rank:05d}.json").write_text(json.dumps({**whole, **waits}) + "\n")
     strategy.close()
     return progress
 

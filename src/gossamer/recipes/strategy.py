@@ -78,9 +78,40 @@ class Strategy(ABC):
         """Bytes that one worker has sent since the start of this process, as far as they are known."""
         return 0.0
 
+    def waits(self) -> dict[str, Any] | None:
+        """For which peers this process waited, and in how many buckets it exchanges; None without gossip."""
+        return None
+
     def seconds_waited(self) -> float | None:
         """Seconds that one worker has waited for others since the start of this process; None if unknown."""
         return None
+
+    def observe(self, losses: Sequence[float]) -> dict[int, dict[str, Any]]:
+        """Return what is known of each worker of this process beyond its progress, by rank.
+
+        `loss` is that of the worker's replica, one entry of `losses`. Gossip adds its `round`, the bytes `sent` and the
+        seconds `waited` by peer since the start of the process, and an elastic job its `members`.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for replica, loss in zip(self.replicas, losses, strict=True):
+            for worker in replica.members:
+                found[worker] = {"loss": loss}
+            if replica.gossip is not None:
+                found[replica.members[0]] |= self._observe_gossip(replica.gossip)
+        return found
+
+    def _observe_gossip(self, gossip: gossamer.Gossip) -> dict[str, Any]:
+        stats = gossip.stats()
+        seen = {
+            "round": stats["rounds"],
+            "sent": {self._rank_of(peer): b for peer, b in stats["bytes_sent_by_peer"].items()},
+            "waited": {self._rank_of(peer): round(s, 4) for peer, s in stats["seconds_waited_by_peer"].items()},
+        }
+        return {**seen, "members": stats["members"]} if "members" in stats else seen
+
+    def _rank_of(self, peer: int) -> int:
+        """Return the worker that a gossip handle numbers `peer`."""
+        return peer
 
     # -- collective --------------------------------------------------------------------------------------------
 
@@ -217,6 +248,13 @@ class GossipStrategy(Strategy):
         stats = self.gossip.stats()
         return float(stats["bytes_sent"] + self._inside * stats["steps"])
 
+    def waits(self) -> dict[str, Any]:
+        stats = self.gossip.stats()
+        size = sum(p.numel() * p.element_size() for r in self.replicas for p in r.model.parameters())
+        buckets = max(1, int(stats["buckets"]))
+        by_peer = stats["seconds_waited_by_peer"]
+        return {"by_peer": by_peer, "buckets": buckets, "bucket_bytes": size / buckets, "steps": stats["steps"]}
+
     def seconds_waited(self) -> float:
         return float(self.gossip.stats()["seconds_waited"])
 
@@ -334,6 +372,9 @@ class VirtualStrategy(Strategy):
         gossips = [] if self.cluster is None else self.cluster.gossips
         between = sum(g.stats()["bytes_sent"] for g in gossips) / self._workers
         return float(between + self._inside * self.replicas[0].scheduler.last_epoch)
+
+    def _rank_of(self, peer: int) -> int:
+        return self.replicas[peer].members[0]  # the cluster numbers replicas, which are nodes with `exact_inside`
 
     def make_stop(self, folder: Path) -> Stop:
         return StopHere()

@@ -10,8 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gossamer.comm.accelerator import Accelerator
 from gossamer.comm.exchange import Batch, OtherAnchor, Scratch
 from gossamer.comm.pace import Pace
+from gossamer.comm.staging import Stage
 from gossamer.comm.tcp.frame import FrameHeader, Kind
 from gossamer.comm.tcp.inbox import Key, Slot
 from gossamer.comm.tcp.link import Link, Lost
@@ -21,15 +23,15 @@ from gossamer.comm.transport import ChannelId, Job, PeerError, Purpose, Stamp, T
 
 
 class TcpTransport(Transport):
-    """The TCP links of one member of an elastic job."""
+    """The TCP links of one member of an elastic job. Parameters on an `accelerator` are copied through the host."""
 
-    def __init__(self, membership: Membership, timeout: float):
+    def __init__(self, membership: Membership, timeout: float, accelerator: Accelerator | None = None):
         self.rank, self.size, self.membership = membership.rank, membership.size, membership
-        self._timeout = timeout
+        self._timeout, self.accelerator = timeout, accelerator
         self.pace = Pace.from_environment(self.rank)
 
     def channel(self, channel: ChannelId, in_flight: int, timeout: float) -> TcpChannel:
-        return TcpChannel(self.membership, channel, in_flight, self.pace)
+        return TcpChannel(self.membership, channel, in_flight, self.pace, self.staged(channel))
 
     def share(self, name: str, text: str) -> list[str]:
         texts = self.membership.directory.share(name, self.rank, self.size, text, self._timeout)
@@ -43,10 +45,17 @@ class TcpTransport(Transport):
 class TcpChannel(ThreadedChannel):
     """One channel over the links. A job on it needs a stamp, and can be given up."""
 
-    def __init__(self, membership: Membership, channel: ChannelId, threads: int, pace: Pace | None):
+    def __init__(
+        self,
+        membership: Membership,
+        channel: ChannelId,
+        threads: int,
+        pace: Pace | None,
+        accelerator: Accelerator | None = None,
+    ):
         self._members, self._links = membership, membership.links
         self._closing = False
-        super().__init__(channel, threads, pace)
+        super().__init__(channel, threads, pace, accelerator)
 
     def give_up(self, job: Job) -> None:
         """Stop waiting for the peers that have not answered. The job ends at once, and these peers count as late."""
@@ -60,9 +69,9 @@ class TcpChannel(ThreadedChannel):
     def _over(self, job: Job) -> bool:
         return job.given_up or self._closing
 
-    def _perform(self, job: Job, scratch: Scratch) -> None:
+    def _perform(self, job: Job, scratch: Scratch, stage: Stage | None) -> None:
         try:
-            super()._perform(job, scratch)
+            super()._perform(job, scratch, stage)
         except OtherAnchor as error:  # both sides of a pair find it; others may wait for what would have followed
             assert job.stamp is not None
             self._links.refused(error.peer, str(error))

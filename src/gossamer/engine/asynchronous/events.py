@@ -157,7 +157,8 @@ class Swap:
         self._metrics.rounds += 1
 
     def _launch(self, job: Job) -> Job:
-        self._channel.launch(job)
+        with self._state.turns.beside():
+            self._channel.launch(job)
         return job
 
 

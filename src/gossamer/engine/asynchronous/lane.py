@@ -33,7 +33,7 @@ class AsyncLane(Lane):
         events = Events(topology, policy.rate, policy.seed + 7919 * self.index, policy.gaps, pairing)
         rates = rates_of(topology) if isinstance(policy, A2CiD2) else None
         self._lock = threading.Condition()  # guards the state, the clock and the timetable
-        self.state = State(self.buckets, self.rank, topology.n, rates, policy.rate)
+        self.state = State(self.buckets, self.rank, topology.n, rates, policy.rate, parts.transport.accelerator)
         self.clock = WallClock() if policy.clock == "wall" else VirtualClock()
         wall = isinstance(self.clock, WallClock)
         self.timetable = Timetable(events, self.rank, trial=wall and policy.pairing == "auto")
@@ -124,7 +124,8 @@ class AsyncLane(Lane):
     def values(self) -> list[Tensor]:
         with self._lock, torch.no_grad():
             self._adopt_loaded()
-        return self.state.x
+            with self.state.turns.training():  # the caller reads x after the events that were performed
+                return self.state.x
 
     def total_steps(self) -> int:
         """Steps of all workers that this worker knows of. The number lags, so a budget is overshot a little."""

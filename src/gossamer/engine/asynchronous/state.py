@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from gossamer.comm import Job
+from gossamer.comm import Accelerator, Job, NoTurns, Turns
 from gossamer.engine.asynchronous.clock import VirtualClock, WallClock
 from gossamer.engine.flat import Bucket
 from gossamer.engine.metrics import Metrics
@@ -21,6 +22,26 @@ CHUNK = 2**17  # elements
 ALPHA = 0.5  # of an exchange, on x
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_turn(
+    thread: Literal["training", "beside"],
+) -> Callable[[Callable[Concatenate[State, P], R]], Callable[Concatenate[State, P], R]]:
+    """A method of `State` that the training thread or the communication thread beside it calls: see `Turns`."""
+
+    def decorate(method: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State, P], R]:
+        @wraps(method)
+        def taken(self: State, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            with self.turns.training() if thread == "training" else self.turns.beside():
+                return method(self, *args, **kwargs)
+
+        return taken
+
+    return decorate
+
+
 class State:
     """x, x~ (None for AD-PSGD) and the step counts. The caller of every method holds the lane's lock.
 
@@ -28,8 +49,17 @@ class State:
     read y undisturbed while x moves, and a step that raises leaves x and x~ as they were.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], rank: int, n: int, rates: Rates | None, rate: float):
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        rank: int,
+        n: int,
+        rates: Rates | None,
+        rate: float,
+        accelerator: Accelerator | None = None,
+    ):
         """`rates` are A2CiD2's constants; None for AD-PSGD."""
+        self.turns = NoTurns() if accelerator is None else Turns(accelerator)
         self._y = [b.x for b in buckets]
         self._rank = rank
         self.eta, self.alpha_tilde = 0.0, ALPHA
@@ -46,11 +76,13 @@ class State:
         # One temporary per dtype and device: a new one per chunk would fault in new pages each time.
         self._spare = {(y.dtype, y.device): torch.empty(CHUNK, dtype=y.dtype, device=y.device) for y in self._y}
 
+    @in_turn("training")
     def show(self, now: float) -> None:
         """Before a step: Mix, and y <- x."""
         self.mix(now)
         self.release()
 
+    @in_turn("training")
     def displace(self) -> None:
         """After a step: add the displacement y - x to x and to x~."""
         for b, whole in enumerate(self._y):
@@ -74,12 +106,14 @@ class State:
                 x.add_(d)
                 xt.sub_(d)
 
+    @in_turn("beside")
     def depart(self, now: float) -> None:
         """Mix, and copy x into the buffers that are sent to a partner."""
         self.mix(now)
         for sent, x in zip(self.sent, self.x, strict=True):
             sent.copy_(x)
 
+    @in_turn("beside")
     def arrive(self, now: float, jobs: Sequence[Job]) -> None:
         """Mix, then x -= m / 2 and x~ -= alpha~ m with the values that `jobs` (one per bucket) received."""
         self.mix(now)
@@ -106,6 +140,7 @@ class State:
         """The worker with the fewest steps."""
         return int(self.counts[1].argmin())
 
+    @in_turn("training")
     def adopt(self) -> None:
         """Take the parameters, which the user has written, as the state."""
         for b, y in enumerate(self._y):
@@ -113,11 +148,13 @@ class State:
             if self.x_tilde is not None:
                 self.x_tilde[b].copy_(y)
 
+    @in_turn("training")
     def release(self) -> None:
         """y <- x."""
         for y, x in zip(self._y, self.x, strict=True):
             y.copy_(x)
 
+    @in_turn("training")
     def state_dict(self) -> dict[str, Any]:
         return {
             "time": self.time,
@@ -126,6 +163,7 @@ class State:
             "x_tilde": None if self.x_tilde is None else [x.clone() for x in self.x_tilde],
         }
 
+    @in_turn("training")
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.time = state["time"]
         self.counts.copy_(state["counts"])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from gossamer.comm import Deadline, PeerError, layout_of
+from gossamer.comm import Accelerator, Deadline, PeerError, layout_of
 from gossamer.comm.tcp import Arrival, Membership, Record, TcpTransport, Unreachable, digest
 from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.elastic.meeting import Attendee, Meetings
@@ -53,9 +53,18 @@ class ElasticCoordinator(Coordinator):
         prepared: The model, its optimizers and the settings.
         spec: The topology as the user gave it.
         broadcast: Whether founders start from the first worker's parameters and buffers.
+        accelerator: Where the parameters are, if not on the CPU.
     """
 
-    def __init__(self, arrival: Arrival, prepared: Prepared, spec: Any, *, broadcast: bool):
+    def __init__(
+        self,
+        arrival: Arrival,
+        prepared: Prepared,
+        spec: Any,
+        *,
+        broadcast: bool,
+        accelerator: Accelerator | None = None,
+    ):
         settings = prepared.settings
         assert settings.elastic is not None
         self.soft_deadline = settings.elastic.soft
@@ -66,7 +75,7 @@ class ElasticCoordinator(Coordinator):
         self._transfer = StateTransfer(prepared.model, prepared.optimizers, arrival.foundation.run, settings.timeout)
         parameters = sum(p.numel() * max(8, p.element_size()) for p in prepared.model.parameters())
         self.members = Membership(arrival, 2**20 + 2 * parameters, settings.elastic.hard, self._transfer.serve)
-        self.transport = TcpTransport(self.members, settings.timeout)
+        self.transport = TcpTransport(self.members, settings.timeout, accelerator)
         try:
             self._donated: Progress | None = None  # the progress of the member whose state this worker has
             if arrival.joining:

@@ -1,7 +1,7 @@
 """Transfer of a worker's state: all workers start from the first one's, and a joining worker takes a member's.
 
 The state is a `torch.save` of plain values and tensors, read with `weights_only=True`: bytes from the network never
-run code. The training thread only clones the tensors; a thread of its own serializes and sends them.
+run code. The training thread only copies the tensors to the host; a thread of its own serializes and sends them.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class StateTransfer:
             "optimizers": [o.state_dict() for o in self._optimizers],
             "progress": vars(progress()),
         }
-        copy = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), state)
+        copy = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), state)
         threading.Thread(target=self._send, args=(asked, copy), name="gossamer-state", daemon=True).start()
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class StateTransfer:
 
     def _load(self, data: bytes, *, optimizers: bool) -> dict[str, Any]:
         try:
-            state = torch.load(io.BytesIO(data), weights_only=True)
+            state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             self._model.load_state_dict(state["model"])
             if optimizers:
                 for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):

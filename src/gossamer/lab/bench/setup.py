@@ -119,7 +119,7 @@ def dilated(cluster: ClusterSpec, *, compute: float | None = None, model_mb: flo
     if layout.nodes == 1 or not facts["gamma"] > 0 or not setup.compute:
         return setup
     rate = 2 * (layout.n - 1) / layout.n * setup.model_bytes * 8 / (facts["gamma"] * setup.compute)
-    factor = rate / (cluster.links.inter.bandwidth_gbps * 1e9)
+    factor = rate / (cluster.links.between.bandwidth_gbps * 1e9)
     pairs = {p.nodes: p.bandwidth_gbps * 1e9 * factor for p in cluster.links.pairs}
     dilation = {
         "gamma": facts["gamma"],
