@@ -116,7 +116,13 @@ class Choice:
         if self.ddp:
             size = {"bucket_mb": self.plan.bucket_mb} if self.plan.bucket_mb is not None else {}
             return predict(self.method, cluster.changed(ddp=size), steps=steps, seed=seed)
-        policy = None if self.method.asynchronous else self.policy(cluster)
+        if self.method.algorithm == "local":
+            return predict(self.method, cluster, steps=steps, seed=seed, policy=ExchangePolicy(every=self.every))
+        if self.method.package != "gossamer" and self.plan.bucket_mb is not None:
+            buckets = max(1, math.ceil(cluster.model.bytes / (self.plan.bucket_mb * MiB)))
+            return predict(self.method, cluster.changed(model={"buckets": buckets}), steps=steps, seed=seed)
+        own = self.method.package == "gossamer" and not self.method.asynchronous
+        policy = self.policy(cluster) if own else None
         rounds = max(20, -(-steps // self.every), 4 * self.fragments)
         inside = self.gradients == "node"
         result = predict(self.method, cluster, steps=rounds, seed=seed, policy=policy, exact_inside=inside)

@@ -152,4 +152,4 @@ class TcpChannel(ThreadedChannel):
 
 
 def _bytes(message: Tensor) -> memoryview:
-    return memoryview(message.view(torch.uint8).numpy().data)
+    return memoryview(message.view(-1).view(torch.uint8).numpy().data)
