@@ -212,6 +212,11 @@ def test_a_state_of_another_outer_step_is_refused():
         second = Workers(layout, "ring", other, 4)
         with pytest.raises(InputError, match="saved with the outer step 'nesterov'"):
             second.cluster.load_state_dicts(states)
+    for _ in range(3):
+        first.step()
+    third = Workers(layout, "ring", policy("atc", "nesterov", 0.5, 0.4, 2, 0), 4)
+    with pytest.raises(InputError, match="saved by algorithm 'awc', with an exchange in flight"):
+        third.cluster.load_state_dicts(first.cluster.state_dicts())
 
 
 def test_reset_and_averaged():

@@ -239,7 +239,7 @@ class SyncLane(Lane):
                 "the state was saved by Gossamer 0.1, which did not save the round in flight; load only the model and "
                 "the optimizer"
             )
-        check_state(self._outer_step, state)
+        check_state(self._outer_step, state, combines=self.combines)
         if "arrived" in state and not self.alone and state["stale"] != (self._sent is not None):
             raise InputError(
                 f"the state was saved {'with' if state['stale'] else 'without'} staleness and this run has "
