@@ -82,12 +82,12 @@ def test_the_index_of_errors_has_the_sentences_of_the_source(site: Path) -> None
 @needs_playwright
 def test_the_site_works_without_a_network_when_it_is_opened_as_files(site: Path) -> None:
     with driven() as page:
-        page.goto((site / "index.html").as_uri(), wait_until="networkidle")
+        page.goto((site / "index.html").as_uri())
         page.click(".md-search__input")
         page.keyboard.type("one-peer-exponential")
         page.wait_for_selector('.md-search-result__link[href*="topologies.html"]')
 
-        page.goto((site / "understand" / "step.html").as_uri(), wait_until="networkidle")
+        page.goto((site / "understand" / "step.html").as_uri())
         page.wait_for_selector("mjx-container")
         page.wait_for_selector("div.mermaid")  # takes the place of the diagram's source
         assert "flowchart TB" not in page.inner_text("article")
@@ -100,5 +100,5 @@ def test_no_page_is_wider_than_a_phone(site: Path, dark: bool) -> None:
     names = ("index", "tutorials/choose", "reference/commands", "evidence/bench-comm-bound", "engine", "topologies")
     with driven(width=390, dark=dark) as page:
         for name in names:
-            page.goto((site / f"{name}.html").as_uri(), wait_until="networkidle")
+            page.goto((site / f"{name}.html").as_uri())
             assert page.evaluate("document.documentElement.scrollWidth") <= 390, name
