@@ -15,11 +15,11 @@ from typing import Any
 
 from rich.console import Console
 
-from gossamer.cli.probe import _lab_worker as probe_worker
+from gossamer.jobs.probe import lab_worker as probe_worker
 from gossamer.lab.bench import BenchPlan, Setup, run_bench
-from gossamer.predict.cluster import cluster_from_probe
 from gossamer.predict.methods import parse
 from gossamer.predict.predict import predict
+from gossamer.predict.probed import cluster_from_probe
 from gossamer.report.plots.style import method_styles, new_figure, save
 from gossamer.report.record import environment, write_record
 

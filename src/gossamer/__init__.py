@@ -32,8 +32,8 @@ if TYPE_CHECKING:
         decentralize,
         node_group,
         outer_named,
-        probe,
     )
+    from gossamer.jobs.probe import probe
     from gossamer.optim import AccumAdam, AccumAdamW, GossipAdam, GossipAdamW
     from gossamer.topology import Layout, Topology
 
@@ -67,8 +67,8 @@ _HOMES = {
         "decentralize",
         "node_group",
         "outer_named",
-        "probe",
     ),
+    "gossamer.jobs.probe": ("probe",),
     "gossamer.optim": ("AccumAdam", "AccumAdamW", "GossipAdam", "GossipAdamW"),
     "gossamer.topology": ("Layout", "Topology"),
 }

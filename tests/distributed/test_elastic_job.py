@@ -274,7 +274,7 @@ def test_a_worker_that_waits_in_vain_for_the_others_names_them(monkeypatch):
         ({"on_failure": "ignore"}, "on_failure must be one of raise, continue, got 'ignore'"),
         ({"soft_deadline": 0}, r"soft_deadline must be a positive duration \(seconds or a timedelta\), got 0"),
         ({"soft_deadline": 9.0}, "must not be longer than hard_deadline=5"),
-        ({"algorithm": "ad-psgd", "on_failure": "continue"}, "re-plans rounds, and 'ad-psgd' has none"),
+        ({"algorithm": "ad-psgd", "clock": "virtual", "on_failure": "continue"}, "lets nobody wait for a dead one"),
     ],
 )
 def test_bad_arguments(options, complaint):

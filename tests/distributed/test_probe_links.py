@@ -5,7 +5,9 @@ import json
 import pytest
 
 from gossamer.cli import main
+from gossamer.predict.advise import advise
 from gossamer.predict.cluster import load
+from gossamer.predict.methods import WIRES
 
 
 @pytest.mark.timeout(180)
@@ -17,7 +19,16 @@ def test_probe_measures_every_link(tmp_path, capsys):
     assert [tuple(s["nodes"]) for s in said["measured"]["inter"]] == [(0, 1), (0, 2), (1, 2)]
     assert [tuple(s["nodes"]) for s in said["measured"]["intra"]] == [(0, 0), (1, 1)]
     assert all(s["flow_bytes_per_s"] > 0 and s["latency_s"] > 0 for s in said["measured"]["inter"])
-    assert len(said["measured"]["allreduce_s"]) >= 1
+    assert len(said["measured"]["allreduce"]["seconds"]) >= 1
     cluster = load(out)
     assert cluster.layout.per_node == (2, 2, 1)
-    assert cluster.model.mb == 8
+    assert (cluster.model.mb, cluster.compute.source) == (8, "guess")
+    costs = cluster.costs
+    assert set(costs.merge_gb_per_s) == set(WIRES)
+    assert set(costs.encode_gb_per_s) == set(WIRES) - {"fp32"}
+    assert costs.allreduce.per_node == (2, 2, 1)
+    assert {"adam", "gossipadam"} <= set(costs.update_gb_per_s)
+    assert costs.step_us > 0
+    assert cluster.links.inter.by_size
+    assert out.read_text().startswith("# compute is a guess")
+    assert advise(cluster, steps=20).notes

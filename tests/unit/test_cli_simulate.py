@@ -2,18 +2,10 @@
 
 import json
 import re
-from inspect import signature
-from types import SimpleNamespace
 
 import pytest
 
 from gossamer.cli import main
-from gossamer.engine.decentralize import decentralize
-from gossamer.engine.policies import Exchange, Settings
-from gossamer.predict.advise import advise, line
-from gossamer.predict.cluster import load
-from gossamer.predict.methods import parse
-from gossamer.topology import Layout, build, entries
 from gossamer.trace import TraceWriter, read_chrome
 
 ABSTRACT = "simulate --nodes 4 --per-node 4 --gamma 3 --omega 0.5 --sigma 0.2"
@@ -142,102 +134,6 @@ def test_unknown_key_in_a_file(run, tmp_path):
     path = cluster_file(tmp_path / "c.toml", 1)
     path.write_text(path.read_text() + "layers = 3\n")
     assert "unknown key 'model.layers'" in run(f"simulate --cluster {path}", code=2)
-
-
-def test_advise(run, tmp_path):
-    slow = run(f"advise {cluster_file(tmp_path / 'slow.toml', 0.5)} --steps 40 --json")
-    chosen = slow["recommendation"]
-    assert chosen["saving"] > 0.3
-    assert chosen["line"].startswith("gossip = gossamer.decentralize(model, optimizer, topology=")
-    assert chosen["line"].endswith(', gradients="worker")')  # all workers gossip, as in the prediction
-    rows = {(r["method"], r["algorithm"]): r for r in slow["table"]}
-    assert len(rows) == len(slow["table"]) == 2 + len(entries()) * 3 * 4  # wires, algorithms
-    assert rows["accumadam:aer", "awc"]["step_time"] < rows["accumadam:aer", "atc"]["step_time"]
-    assert [r["score"] for r in slow["table"]] == sorted(r["score"] for r in slow["table"])
-    cases = {s["if"]: s for s in slow["sensitivity"]}
-    assert cases["twice the bandwidth"]["ddp_step_time"] < cases["half the bandwidth"]["ddp_step_time"]
-    bigger = run(f"advise {tmp_path / 'slow.toml'} --steps 40 --model-mb 40 --json")
-    assert bigger["cluster"]["gamma"] == pytest.approx(4 * slow["cluster"]["gamma"], rel=0.01)
-
-
-def test_advise_tries_bucket_plans(run, tmp_path):
-    path = cluster_file(tmp_path / "c.toml", 0.5)
-    path.write_text(path.read_text().replace("mb = 10", "mb = 60"))
-    table = run(f"advise {path} --nodes 4 --steps 40 --json")["table"]
-    tried = [r for r in table if len(r["plans"]) > 1]
-    assert any(r["algorithm"] == "awc" for r in tried)
-    for r in tried:
-        best, default = min(p["step_time"] for p in r["plans"]), r["plans"][0]["step_time"]
-        assert r["step_time"] <= default
-        assert r["step_time"] == pytest.approx(best, rel=0.02)  # a plan must earn its options
-        keys = ("bucket_mb", "in_flight", "stagger")
-        assert len({tuple(p[k] for k in keys) for p in r["plans"]}) == len(r["plans"])
-    unlike = next(r for r in tried if any(not p["stagger"] for p in r["plans"]))
-    spread = {p["stagger"]: p["step_time"] for p in unlike["plans"] if p["in_flight"] == 4 and p["bucket_mb"] is None}
-    assert spread[True] <= spread[False] + 1e-9
-    ddp = next(r for r in table if r["method"] == "ddp")
-    assert {p["bucket_mb"] for p in ddp["plans"]} == {None, 10, 100}
-
-
-@pytest.mark.parametrize("buckets", [None, 9])
-def test_every_line_to_paste_is_accepted(tmp_path, buckets):
-    """Each row's line names real arguments with values that the engine takes, and says what was predicted."""
-    layout = Layout.of([2] * 4)
-    cluster = load(cluster_file(tmp_path / "c.toml", 20)).resized(layout)
-    far = cluster.links.inter.model_copy(update={"latency_us": 20_000.0})
-    advice = advise(cluster.changed(model={"mb": 260, "buckets": buckets}, links={"inter": far}), steps=20)
-    options_seen = set()
-    for row in advice.table:
-        calls = []
-        exec(line(row), {"model": object(), "optimizer": object(), "gossamer": engine(calls), "torch": torch(calls)})
-        (given,) = calls
-        if row.ddp:
-            assert given.get("bucket_cap_mb") == row.options.get("bucket_mb")
-            continue
-        topology = build(given.pop("topology"), layout)
-        settings = Settings.of(**given)
-        method = parse(row.method)
-        assert topology.name == build(method.topology, layout).name
-        assert (settings.algorithm.name, settings.wire) == (row.algorithm, method.wire)
-        names = {"bucket_mb": "bucket_mib"}
-        assert {k: getattr(settings.exchange, names.get(k, k)) for k in row.options} == row.options
-        options_seen |= set(row.options)
-        if buckets and not method.asynchronous:
-            assert -(-260_000_000 // round(settings.exchange.bucket_mib * 2**20)) == buckets
-    assert "in_flight" in options_seen or "bucket_mb" in options_seen  # latency counts for every wave of buckets
-
-
-def engine(calls):
-    def bind(*positional, **named):
-        given = dict(signature(decentralize).bind(*positional, **named).arguments)
-        calls.append({k: v for k, v in given.items() if k not in ("model", "optimizer")})
-
-    return SimpleNamespace(decentralize=bind, Exchange=Exchange)
-
-
-def torch(calls):
-    parallel = SimpleNamespace(DistributedDataParallel=lambda model, **k: calls.append(k))
-    return SimpleNamespace(nn=SimpleNamespace(parallel=parallel))
-
-
-def test_advise_counts_mixing_not_only_speed(run, tmp_path):
-    """On a starved network asynchronous workers race ahead without averaging: fast, but not recommended."""
-    got = run(f"advise {cluster_file(tmp_path / 'c.toml', 0.01)} --nodes 4 --steps 40 --json")
-    rows = {r["method"]: r for r in got["table"] if r["algorithm"] != "atc"}
-    starved = rows["ad-psgd:ring"]
-    assert starved["step_time"] == min(r["step_time"] for r in got["table"])
-    assert starved["exchanges_per_step"] < 0.2
-    assert not got["recommendation"]["method"].startswith(("ad-psgd", "a2cid2"))
-
-
-def test_advise_stays_with_ddp(run, tmp_path):
-    path = cluster_file(tmp_path / "fast.toml", 400)
-    path.write_text(path.read_text().replace("gaussian:0.05", "none"))
-    chosen = run(f"advise {path} --steps 40 --json")["recommendation"]
-    assert chosen["method"] == "ddp"
-    assert chosen["why"].startswith("stay with DDP: compute hides the all-reduce")
-    assert "DistributedDataParallel" in chosen["line"]
-    assert "stay with DDP" in run(f"advise {path} --steps 40")
 
 
 def test_trace_commands(run, tmp_path):

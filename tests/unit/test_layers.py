@@ -34,7 +34,7 @@ LAYERS = {
     "trace": _layer(torch=False),
     "predict": _layer("topology", "trace", torch=False),
     "comm": _layer("topology", "trace", distributed=True),
-    "engine": _layer("comm", "topology", "trace"),
+    "engine": _layer("comm", "predict", "topology", "trace"),
     "checkpoint": _layer(public=True),
     "integrations": _layer("checkpoint", public=True),
     "optim": _layer(),

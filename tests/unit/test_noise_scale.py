@@ -208,8 +208,10 @@ def test_compare_train_and_advise_say_it(tmp_path, capsys):
         ("--run {empty}/missing", "is not a folder"),
         ("--run {adam}", "noise scale not measured"),
         ("--run {alone}", "single worker"),
-        ("a40 --run {adam}", "pass either --run or a cluster"),
-        ("--run {adam} --model-mb 3", "pass either --run or a cluster"),
+        ("a40 --run {adam}", "noise scale not measured"),
+        ("a40 a100", "takes one cluster, got a40, a100"),
+        ("a40 --worth 2", "--worth is a share"),
+        ("--run {adam} --model-mb 3", "--model-mb describes a cluster, but only --run"),
     ],
 )
 def test_bad_input_of_advise_is_one_sentence(words, message, tmp_path, capsys):

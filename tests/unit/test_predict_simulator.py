@@ -132,7 +132,7 @@ KNOWN = [
 
 @pytest.mark.parametrize(("preset", "per_node", "method", "changes", "time", "spread"), KNOWN)
 def test_known_step_times(preset, per_node, method, changes, time, spread):
-    setting = PRESETS[preset].resized(Layout.of(per_node))
+    setting = PRESETS[preset].resized(Layout.of(per_node)).changed(costs=None)
     policy = replace(default_policy(setting, parse(method)), **changes)
     got = predict(method, setting, steps=60, seed=1, policy=policy)
     assert got.step_time == pytest.approx(time, rel=1e-9)

@@ -7,9 +7,12 @@ import pytest
 import torch
 
 import gossamer
+from gossamer.cli import main
 from gossamer.comm.link_probe import tournament
 from gossamer.errors import InputError
-from gossamer.predict.cluster import cluster_from_probe, from_dict, read_compute, to_toml
+from gossamer.predict.cluster import from_dict, to_toml
+from gossamer.predict.probed import cluster_from_probe, read_compute, unknown
+from gossamer.topology import Layout
 from gossamer.trace import TraceWriter
 
 
@@ -46,30 +49,60 @@ def test_bandwidth_of_one_connection_is_recorded_if_less():
     assert found.links.inter.flow_gbps == pytest.approx(0.4)
 
 
-def test_error_without_a_model_size():
-    with pytest.raises(InputError, match="--model-mb"):
-        cluster_from_probe({"per_node": (1,), "inter": [], "intra": []}, {"seconds": 1.0}, None)
+def test_what_the_probe_did_not_see_is_said():
+    found = cluster_from_probe({"per_node": (2,), "inter": [], "intra": [link(0, 0, 1e9)]}, read_compute(None), None)
+    assert (found.compute.source, found.model.source, found.links.inter) == ("guess", "guess", None)
+    said = " ".join(unknown(found))
+    for word in ("compute is a guess", "size is a guess", "one node was measured", "no [costs]"):
+        assert word in said
+    with pytest.raises(InputError, match="--link 25gbit"):
+        found.resized(Layout.of([2, 2]))
 
 
-def test_the_probe_records_steps_and_size(tmp_path):
+def trained(model, optimizer):
+    loss = model(torch.ones(2, 100)).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_the_probe_measures_a_step_and_restores_everything(tmp_path):
     model = torch.nn.Linear(100, 10, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gossamer.probe(optimizer, tmp_path / "compute.json"):
-        for _ in range(6):
-            model(torch.ones(2, 100)).sum().backward()
-            optimizer.step()
-    said = read_compute(str(tmp_path / "compute.json"))
-    assert len(said["samples"]) == 3  # six steps have five gaps, two of which are warm-up
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    before, random = model.weight.detach().clone(), torch.get_rng_state()
+    path = gossamer.probe(model, optimizer, lambda: trained(model, optimizer), tmp_path / "compute.json", steps=4)
+    assert torch.equal(model.weight, before)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not optimizer.state
+    said = read_compute(str(path))
+    assert len(said["samples"]) == 4
     assert said["model_mb"] == pytest.approx(4e-3)
-    assert 0 < said["update_seconds"] < 1
-    optimizer.step()  # its hooks are gone
-    assert len(read_compute(str(tmp_path / "compute.json"))["samples"]) == 3
+    assert said["source"] == "measured"
+    assert 0 < said["update_seconds"] < 10
+    assert 0 < said["backward_share"] <= 1
+    gossamer.probe(model, optimizer, lambda: trained(model, optimizer), path, steps=2)
+    assert len(read_compute(str(tmp_path / "compute.1.json"))["samples"]) == 4  # the earlier file is kept
+    assert len(read_compute(str(path))["samples"]) == 2
 
 
-def test_too_few_steps_to_probe(tmp_path):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(InputError, match="train for more"), gossamer.probe(optimizer, tmp_path / "x.json"):
-        optimizer.step()
+def test_mistakes_with_the_probe(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match="did not call backward"):
+        gossamer.probe(model, optimizer, lambda: None, tmp_path / "x.json")
+    with pytest.raises(InputError, match="a single worker; start the script by torchrun"):
+        gossamer.probe(model, optimizer, lambda: None, tmp_path / "x.toml")
+    with pytest.raises(InputError, match=r"\.toml file"):
+        gossamer.probe(model, optimizer, lambda: None, tmp_path / "x")
+    with pytest.raises(InputError, match="step must be a function"):
+        gossamer.probe(model, optimizer, model.weight, tmp_path / "x.json")
+
+
+def test_probe_as_one_process_is_one_sentence(capsys):
+    assert main(["probe"]) == 2
+    assert "this is one process; start it under a launcher, for example torchrun" in capsys.readouterr().err
+    assert main(["probe", "--n", "1"]) == 2
+    assert "one worker has none" in capsys.readouterr().err
 
 
 def test_compute_from_a_trace_and_from_a_number(tmp_path):

@@ -13,7 +13,11 @@ def refuse(constant):
 
 
 def rows(path):
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    """The rows without their wall-clock times, which do not decrease."""
+    found = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    times = [row.pop("time") for row in found]
+    assert times == sorted(times)
+    return found
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

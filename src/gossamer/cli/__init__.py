@@ -16,6 +16,7 @@ COMMANDS = (
     "chaos",
     "trace",
     "train",
+    "watch",
     "compare",
     "export",
     "directory",

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from gossamer.cli.common import Json, N, Nodes, PerNode, command_app, layout_from, print_json, print_rich, table
+from gossamer.errors import InputError
 
 app = command_app()
 
@@ -32,59 +33,51 @@ def probe(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure links and all-reduce under a launcher (or in the lab), and write a cluster file."""
+    """Measure links, processors and all-reduce under a launcher (or in the lab), and write a cluster file."""
     from gossamer.comm.launcher import launched
-    from gossamer.predict.cluster import read_compute
+    from gossamer.predict.probed import read_compute
 
     if not 0 < seconds <= 60:
         raise typer.BadParameter(f"must be between 0 and 60, got {seconds}", param_hint="--seconds")
     times = read_compute(compute)
     if launched():
-        rank, links = _measure_here(seconds)
+        from gossamer.jobs.probe import measure_here
+
+        rank, links = measure_here(seconds)
     else:
+        if nodes is None and per_node is None and n is None:
+            raise InputError(
+                "probe measures the links between workers, and this is one process; start it under a launcher, for "
+                "example torchrun --nproc-per-node 2 -m gossamer probe -o cluster.toml, or name workers to start on "
+                "this machine, for example --n 2"
+            )
         rank, links = 0, _measure_in_lab(layout_from(nodes, per_node, n).per_node, link, seconds)
     if rank == 0:
-        _write(out, links, times, model_mb, compute, as_json)
-
-
-def _measure_here(seconds: float) -> tuple[int, dict[str, Any]]:
-    from gossamer.comm.link_probe import probe_links
-    from gossamer.comm.process_groups import join_world, leave_world
-
-    rank, _ = join_world()
-    links = probe_links(seconds).to_dict()
-    leave_world()
-    return rank, links
-
-
-def _lab_worker(rank: int, seconds: float) -> dict[str, Any]:
-    return _measure_here(seconds)[1]
+        _write(out, links, times, model_mb, as_json)
 
 
 def _measure_in_lab(per_node: tuple[int, ...], link: str | None, seconds: float) -> dict[str, Any]:
+    from gossamer.jobs.probe import lab_worker
     from gossamer.lab import LabCluster, LabUnavailable, why_unavailable
 
+    if sum(per_node) == 1:
+        raise InputError("probe measures the links between workers, and one worker has none; name at least two")
     if link and (reason := why_unavailable()):
         raise LabUnavailable(f"--link: {reason}, or leave --link out to measure loopback")
     with LabCluster(per_node=list(per_node), link=link, network="namespaces" if link else "loopback") as cluster:
-        measured: dict[str, Any] = cluster.run(_lab_worker, seconds, timeout=600)[0]
+        measured: dict[str, Any] = cluster.run(lab_worker, seconds, timeout=600)[0]
     return measured
 
 
-def _write(
-    out: Path, links: dict[str, Any], times: dict[str, Any], model_mb: float | None, compute: str | None, as_json: bool
-) -> None:
-    from gossamer.errors import InputError
-    from gossamer.predict.cluster import cluster_from_probe, to_toml
+def _write(out: Path, links: dict[str, Any], times: dict[str, Any], model_mb: float | None, as_json: bool) -> None:
+    from gossamer.jobs.probe import file_text, said, write_kept
+    from gossamer.predict.probed import cluster_from_probe
 
-    size = 100.0 if model_mb is None and "model_mb" not in times else model_mb
-    cluster = cluster_from_probe(links, times, size)
-    try:
-        out.write_text(to_toml(cluster), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {str(out)!r}: {error.strerror}; choose another place with -o") from None
+    cluster = cluster_from_probe(links, times, model_mb)
+    kept = write_kept(out, file_text(cluster))
     if as_json:
-        print_json({"file": str(out), "cluster": cluster.model_dump(mode="json"), "measured": links})
+        kept_as = None if kept is None else str(kept)
+        print_json({"file": str(out), "kept": kept_as, "cluster": cluster.model_dump(mode="json"), "measured": links})
         return
     rows = table("link", "latency", "one connection", "all together")
     for sample in [*links["intra"], *links["inter"]]:
@@ -95,11 +88,12 @@ def _write(
             f"{sample['flow_bytes_per_s'] * 8e-6:.1f} Mbit/s",
             f"{sample['link_bytes_per_s'] * 8e-6:.1f} Mbit/s ({sample['flows']})",
         )
-    print_rich(rows)
-    for size_bytes, taken in links["allreduce_s"].items():
+    costs = table("GB of fp32 parameters per second", *links["processing"]["merge"])
+    for name in ("encode", "merge"):
+        rates = links["processing"][name]
+        costs.add_row(name, *(f"{rates[w] / 1e9:.2g}" if w in rates else "-" for w in links["processing"]["merge"]))
+    print_rich(rows, costs)
+    for size_bytes, taken in (links["allreduce"] or {"seconds": {}})["seconds"].items():
         typer.echo(f"all-reduce of {int(size_bytes) / 2**20:8.3f} MiB: {taken * 1e3:9.2f} ms")
-    typer.echo(f"wrote {out}; next: gossamer advise {out}")
-    if compute is None:
-        typer.echo("compute.seconds is a guess (0.1): pass --compute, or edit the file")
-    if size == 100.0 and model_mb is None:
-        typer.echo("model.mb is a guess (100): pass --model-mb, or edit the file")
+    for line in said(out, kept, cluster):
+        typer.echo(line)

@@ -72,6 +72,9 @@ def simulate(
     in_flight: Annotated[int | None, typer.Option(help="Buckets exchanged at the same time.")] = None,
     staleness: Annotated[int, typer.Option(help="Steps that may proceed while a late exchange is in flight.")] = 0,
     every: Annotated[int, typer.Option(help="Steps between two exchanges.")] = 1,
+    outer: Annotated[
+        bool, typer.Option("--outer", help="An outer step at every exchange, which then has the next --every steps.")
+    ] = False,
     fragments: Annotated[int, typer.Option(help="Exchange one of so many parts of the model at a time.")] = 1,
     atc: Annotated[bool, typer.Option("--atc", help="Adapt, then combine: no overlap.")] = False,
     rate: Annotated[
@@ -127,7 +130,7 @@ def simulate(
     if contour is not None and gamma is None and cluster is None:
         gamma = 1.0  # the picture covers a range of γ
     setting = _setting(cluster, nodes, per_node, n, gamma, omega, sigma, jitter, model_mb)
-    asked: dict[str, Any] = {"staleness": staleness, "every": every, "combine": "atc" if atc else "awc"}
+    asked: dict[str, Any] = {"staleness": staleness, "every": every, "combine": "atc" if atc else "awc", "outer": outer}
     named = {"buckets": buckets, "stagger": stagger, "hierarchical": hierarchical, "in_flight": in_flight}
     asked |= {k: v for k, v in named.items() if v is not None}
     spans = trace_steps if trace or html or (plot and not scaling) else 0
@@ -196,12 +199,17 @@ def _setting(
 
 
 def cluster_from(
-    source: str, nodes: str | None, per_node: str | None, n: str | None, jitter: str | None, model_mb: float | None
+    source: str | ClusterSpec,
+    nodes: str | None,
+    per_node: str | None,
+    n: str | None,
+    jitter: str | None,
+    model_mb: float | None,
 ) -> ClusterSpec:
     """Load a preset or a file, and apply the options."""
     from gossamer.predict.cluster import load
 
-    cluster = load(source)
+    cluster = load(source) if isinstance(source, str) else source
     if nodes is not None or per_node is not None or n is not None:
         cluster = cluster.resized(_layout_on(cluster.layout, nodes, per_node, n))
     if jitter is not None:
@@ -209,7 +217,7 @@ def cluster_from(
     if model_mb is not None:
         if not (math.isfinite(model_mb) and model_mb > 0):
             raise InputError(f"--model-mb must be a positive number of megabytes, got {model_mb}")
-        cluster = cluster.changed(model={"mb": model_mb})
+        cluster = cluster.changed(model={"mb": model_mb, "source": "given"})
     return cluster
 
 

@@ -2,12 +2,14 @@
 
 Pairs of nodes are measured in the rounds of a tournament, disjoint pairs at the same time. Between two nodes, one
 connection is measured first and then the connections of all their workers together, which shows the capacity of the
-nodes' network interfaces.
+nodes' network interfaces. Inside a node, all its pairs of workers are measured together.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import statistics
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gossamer.comm.cost_probe import CpuMeter, probe_processing
 from gossamer.comm.gloo import Edge, GlooTransport
 from gossamer.comm.launcher import layout_of, node_name
 from gossamer.comm.process_groups import PrefixStore, default_store, rank_and_size, worker_group
@@ -25,6 +28,9 @@ PINGS = 30
 FIRST_BYTES = 2**16
 MOST_BYTES = 2**28
 ALLREDUCE_BYTES = tuple(2**e for e in range(14, 27, 2))
+SIZES = (2**12, 2**14, 2**16, 2**18, 2**20)  # bytes of single messages
+LONG = 0.1  # seconds; larger messages are not timed once one takes this long
+_calls = itertools.count()  # all workers probe equally often
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,17 @@ class LinkSample:
     flow_bytes_per_s: float
     link_bytes_per_s: float
     flows: int
+    by_size: tuple[tuple[int, float], ...] = ()  # bytes swapped, seconds
+    cpu_s_per_byte: float = 0.0  # CPU time of a worker per byte that it sends and receives
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """All-reduces of all workers: seconds by bytes, CPU seconds per byte, and bf16's time over fp32's per byte."""
+
+    seconds: dict[int, float]
+    cpu_s_per_byte: float
+    bf16_slowdown: float
 
 
 @dataclass(frozen=True)
@@ -45,7 +62,9 @@ class Links:
     per_node: tuple[int, ...]
     intra: tuple[LinkSample, ...]
     inter: tuple[LinkSample, ...]
-    allreduce_s: dict[int, float]  # by bytes
+    allreduce: AllReduce | None
+    processing: dict[str, Any]  # see Processing: the slowest worker's
+    cores: tuple[float, ...]  # of each node
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -66,7 +85,8 @@ def tournament(nodes: int) -> list[list[tuple[int, int]]]:
 def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
     """Measure all links, for about `seconds` per bandwidth. Collective: every worker of the job calls it."""
     rank, size = rank_and_size()
-    transport = GlooTransport(PrefixStore("gossamer/probe", default_store()), worker_group(None), timeout)
+    store = PrefixStore(f"gossamer/probe-{next(_calls)}", default_store())
+    transport = GlooTransport(store, worker_group(None), timeout)
     layout = layout_of(transport.share("node", node_name()))
     edges: dict[int, Edge] = {}
     samples: list[dict[str, Any]] = []
@@ -74,7 +94,7 @@ def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
     def measure(a: int, b: int, stage: str) -> None:
         """Take part in measuring the link between nodes a and b, or inside node a if b = a."""
         ours, theirs = layout.members[a], layout.members[b]
-        flows = [(ours[0], ours[1])] if a == b else list(zip(ours, theirs, strict=False))
+        flows = list(zip(ours[::2], ours[1::2], strict=False) if a == b else zip(ours, theirs, strict=False))
         mine = next((f for f in flows if rank in f), None)
         edge = None
         if mine is not None:
@@ -82,10 +102,12 @@ def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
             edge = edges.setdefault(peer, transport.edge(peer))
         first = mine is not None and mine == flows[0]
         leads = first and rank == flows[0][0]
-        latency = flow = 0.0
+        latency = flow = cpu = 0.0
+        by_size: list[tuple[int, float]] = []
         if edge is not None and first:
             latency = _latency(edge, leads)
-            flow = _bandwidth(edge, leads, seconds)
+            by_size = _by_size(edge)
+            flow, cpu = _bandwidth(edge, leads, seconds)
         said = [json.loads(t) for t in transport.share(f"{stage}/flow", json.dumps([leads, [a, b], flow]))]
         each = int(max(f for lead, nodes, f in said if lead and nodes == [a, b]) * seconds / len(flows)) + 1
         elapsed = 0.0
@@ -95,7 +117,9 @@ def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
         if leads:
             slowest = max(t for nodes, t in took if nodes == [a, b])
             together = len(flows) * each / slowest if len(flows) > 1 else flow
-            samples.append(asdict(LinkSample((a, b), latency, flow, max(together, flow), len(flows))))
+            # inside a node: a worker's own path while all its workers use theirs; else that of the whole interface
+            together = min(flow, together / len(flows)) if a == b else max(flow, together)
+            samples.append(asdict(LinkSample((a, b), latency, flow, together, len(flows), tuple(by_size), cpu)))
 
     def sit_out(stage: str) -> None:
         transport.share(f"{stage}/flow", json.dumps([False, [-1, -1], 0.0]))
@@ -113,17 +137,55 @@ def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
             sit_out(f"round-{at}")
         else:
             measure(*mine, f"round-{at}")
-    times = _allreduce(seconds) if size > 1 else {}
-    gathered = [json.loads(t) for t in transport.share("samples", json.dumps([samples, times]))]
-    found = [LinkSample(tuple(s.pop("nodes")), **s) for texts, _ in gathered for s in texts]
-    allreduce = {int(b): max(t[1][b] for t in gathered) for b in gathered[0][1]}
+    allreduce = _allreduce(seconds) if size > 1 else None
+    own = probe_processing(lambda name: transport.share(f"meet/{name}", "")).to_dict()
+    said = transport.share("samples", json.dumps([samples, own, usable_cores()]))
+    gathered = [json.loads(t) for t in said]
+    found = [_sample(s) for texts, _, _ in gathered for s in texts]
+    cores = tuple(max(gathered[w][2] for w in members) for members in layout.members)
     transport.close()
     return Links(
         layout.per_node,
         tuple(s for s in found if s.nodes[0] == s.nodes[1]),
         tuple(sorted((s for s in found if s.nodes[0] != s.nodes[1]), key=lambda s: s.nodes)),
         allreduce,
+        _slowest([p for _, p, _ in gathered]),
+        cores,
     )
+
+
+def usable_cores() -> float:
+    """Cores that this process may use."""
+    return float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def _sample(said: dict[str, Any]) -> LinkSample:
+    sizes = tuple((int(b), float(t)) for b, t in said.pop("by_size"))
+    return LinkSample(nodes=tuple(said.pop("nodes")), by_size=sizes, **said)
+
+
+def _slowest(each: list[dict[str, Any]]) -> dict[str, Any]:
+    """The smallest rate of any worker, field by field: gossip waits for its slowest member."""
+    return {
+        key: {name: min(p[key][name] for p in each) for name in value}
+        if isinstance(value, dict)
+        else min(p[key] for p in each)
+        for key, value in each[0].items()
+    }
+
+
+def _by_size(edge: Edge) -> list[tuple[int, float]]:
+    """Seconds to swap single messages, the best of five. Both sides stop at the same size."""
+    found: list[tuple[int, float]] = []
+    for size in SIZES:
+        took = min(_swap(edge, size) for _ in range(5))
+        found.append((size, took))
+        mine, theirs = torch.tensor([took]), torch.zeros(1)
+        for work in (edge.recv(theirs, 4), edge.send(mine, 4)):
+            work.wait(timedelta(seconds=300))
+        if max(float(theirs), float(mine)) > LONG:
+            break
+    return found
 
 
 def _latency(edge: Edge, leads: bool) -> float:
@@ -138,10 +200,12 @@ def _latency(edge: Edge, leads: bool) -> float:
     return statistics.median(times) / 2
 
 
-def _bandwidth(edge: Edge, leads: bool, seconds: float) -> float:
-    """Bytes per second in each direction while both are in use. The message grows until it takes `seconds`."""
+def _bandwidth(edge: Edge, leads: bool, seconds: float) -> tuple[float, float]:
+    """Bytes per second in each direction while both are in use, and CPU seconds per byte sent and received. The message
+    grows until it takes `seconds`."""
     control = torch.zeros(1, dtype=torch.int64)
-    size, best = FIRST_BYTES, 0.0
+    size, best = FIRST_BYTES, (0.0, 0.0)
+    meter = CpuMeter()
     while True:
         if leads:
             control[0] = size
@@ -151,8 +215,9 @@ def _bandwidth(edge: Edge, leads: bool, seconds: float) -> float:
             size = int(control[0])
         if size == 0:
             return best
+        meter.start()
         elapsed = _swap(edge, size)
-        best = size / elapsed
+        best = size / elapsed, meter.seconds() / size
         enough = elapsed > 0.6 * seconds or size >= MOST_BYTES
         size = 0 if enough else min(MOST_BYTES, max(2 * size, int(size * seconds / max(elapsed, 1e-6) / 2)))
 
@@ -166,20 +231,32 @@ def _swap(edge: Edge, nbytes: int) -> float:
     return clock() - start
 
 
-def _allreduce(seconds: float) -> dict[str, float]:
-    """Seconds of an all-reduce by size in bytes, the best of three. Stops once one takes longer than `seconds`."""
-    times = {}
+def _allreduce(seconds: float) -> AllReduce:
+    """All-reduces of growing size, the best of three each. Stops once one takes longer than `seconds`."""
+    times: dict[int, float] = {}
+    meter = CpuMeter()
+    cpu = 0.0
     for nbytes in ALLREDUCE_BYTES:
-        value = torch.zeros(nbytes // 4)
-        best = []
-        for _ in range(3):
-            dist.barrier()
-            start = clock()
-            dist.all_reduce(value)
-            best.append(clock() - start)
-        slowest = torch.tensor([min(best)])
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        times[str(nbytes)] = float(slowest)
-        if float(slowest) > seconds:
+        meter.start()
+        times[nbytes] = _timed_allreduce(torch.zeros(nbytes // 4))
+        cpu = meter.seconds() / 3 / nbytes
+        if times[nbytes] > seconds:
             break
-    return times
+    half = _timed_allreduce(torch.zeros(nbytes // 4, dtype=torch.bfloat16))
+    known = times.get(nbytes // 2) or (times[nbytes] + times.get(nbytes // 4, times[nbytes] / 4)) / 2.5
+    shared = torch.tensor([cpu])
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return AllReduce(times, float(shared), max(1.0, half / known))
+
+
+def _timed_allreduce(value: torch.Tensor) -> float:
+    """Seconds of an all-reduce on the slowest worker, the best of three."""
+    best = []
+    for _ in range(3):
+        dist.barrier()
+        start = clock()
+        dist.all_reduce(value)
+        best.append(clock() - start)
+    slowest = torch.tensor([min(best)])
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)

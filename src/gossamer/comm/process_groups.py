@@ -262,6 +262,11 @@ def _destroy() -> None:
     dist.destroy_process_group()
 
 
+def initialized() -> bool:
+    """Whether the default process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def wait_for_all() -> None:
     dist.barrier()
 

@@ -18,7 +18,6 @@ from gossamer.engine.policies import (
     algorithm,
 )
 from gossamer.engine.protocol import GossipHandle, MixedParameters, Participation
-from gossamer.engine.step_timer import probe
 from gossamer.engine.virtual import VirtualCluster
 
 __all__ = [
@@ -46,5 +45,4 @@ __all__ = [
     "decentralize",
     "node_group",
     "outer_named",
-    "probe",
 ]

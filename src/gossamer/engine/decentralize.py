@@ -43,7 +43,8 @@ from gossamer.comm import (
 from gossamer.engine.build import open_gossip, open_lanes, prepare
 from gossamer.engine.consistency import agree, describe
 from gossamer.engine.coordinator import StaticCoordinator
-from gossamer.engine.elastic import ElasticCoordinator, ElasticGossip, ElasticLane
+from gossamer.engine.elastic import ElasticAsyncLane, ElasticCoordinator, ElasticGossip, ElasticLane
+from gossamer.engine.elastic.member_lane import MemberLane
 from gossamer.engine.first_step import watch_first_step
 from gossamer.engine.flat import is_sharded, longest_message
 from gossamer.engine.gossip import Gossip
@@ -304,7 +305,8 @@ def _elastic(worker: _Worker, broadcast: bool) -> ElasticGossip:
         arrival, prepared, worker.topology, broadcast=broadcast, accelerator=worker.accelerator
     )
     try:
-        opened = open_lanes(prepared, ElasticLane, coordinator.transport, coordinator, worker.writer)
+        kind: type[MemberLane] = ElasticAsyncLane if prepared.settings.asynchronous else ElasticLane
+        opened = open_lanes(prepared, kind, coordinator.transport, coordinator, worker.writer)
         return ElasticGossip(prepared, opened, coordinator, worker.writer)
     except BaseException:
         coordinator.close()

@@ -320,10 +320,10 @@ class Settings:
                     f"guard={self.guards[0]!r} needs rounds, and {self.algorithm.name!r} has none; leave it out or use "
                     "algorithm='awc'"
                 )
-            if self.elastic is not None:
+            if self.elastic is not None and self.algorithm.clock == "virtual":
                 raise InputError(
-                    f"on_failure='continue' re-plans rounds, and {self.algorithm.name!r} has none; use algorithm='awc' "
-                    "or 'atc'"
+                    "clock='virtual' lets workers wait for each other's events, and on_failure='continue' lets nobody "
+                    "wait for a dead one; use clock='wall'"
                 )
         if self.gradients == "node" and (self.elastic is not None or self.asynchronous):
             other = "on_failure='continue'" if self.elastic is not None else f"algorithm {self.algorithm.name!r}"

@@ -47,17 +47,9 @@ def simulated_on(source: str | Mapping[str, Any], config: RunConfig) -> tuple[di
 def simulated(method: Method, config: RunConfig, cluster: ClusterSpec) -> tuple[dict[str, Any], Trace]:
     """Return the clock of a virtual run, with the predicted step time on the cluster, and a predicted timeline."""
     setting = _repeated(cluster, config.micro_batches)
-    if config.exact_inside and method.algorithm != "ddp":
-        # A node is one replica. Its compute time is a DDP step of the largest node's workers; it sends the model once.
-        mean = float(setting.compute.means(config.workers).mean())
-        same: dict[str, Any] = {"reference_workers": None, "fixed_seconds": 0.0, "per_worker": None}
-        node = setting.changed(compute={**same, "seconds": mean, "update_seconds": 0.0})
-        inside = predict("ddp", node.resized(Layout.of([max(config.per_node)])), steps=200)
-        durations = tuple(map(float, inside.durations))
-        setting = setting.resized(Layout.of([1] * len(config.per_node))).changed(
-            compute={**same, "seconds": inside.step_time, "samples": durations}
-        )
-    policy = default_policy(setting, method, config.fragments)
+    inside = config.exact_inside and method.algorithm != "ddp"
+    where = setting.resized(Layout.of([1] * len(config.per_node))) if inside else setting
+    policy = default_policy(where, method, config.fragments)
     if method.algorithm == "awc":
         policy = replace(
             policy,
@@ -65,8 +57,11 @@ def simulated(method: Method, config: RunConfig, cluster: ClusterSpec) -> tuple[
             staleness=config.staleness,
             combine=config.combine,
             average_every=config.average_every // config.every,
+            outer=config.outer is not None,
         )
-    result = predict(method, setting, steps=200, policy=policy, trace_steps=TRACED)
+    if method.algorithm == "local":
+        policy = replace(policy, every=config.every)
+    result = predict(method, setting, steps=200, policy=policy, trace_steps=TRACED, exact_inside=inside)
     clock = {
         "kind": "simulated",
         "cluster": cluster.name,
@@ -75,7 +70,7 @@ def simulated(method: Method, config: RunConfig, cluster: ClusterSpec) -> tuple[
         "step_seconds": result.step_time,
         "waiting": result.waiting,
     }
-    return clock, predicted_trace(method, setting, result)
+    return clock, predicted_trace(method, where, result)
 
 
 def _repeated(cluster: ClusterSpec, batches: int) -> ClusterSpec:

@@ -12,6 +12,7 @@ from typing import Any
 
 from gossamer.checkpoint.files import steps_in, sweep
 from gossamer.errors import GossamerError, InputError
+from gossamer.jobs.events import RunEvents, run_events
 from gossamer.jobs.progress import Outcome, Row, Watch, following
 from gossamer.jobs.signals import interrupts
 from gossamer.lab import LabCluster, Worker, WorkerFailed, WorkerPool
@@ -52,12 +53,13 @@ def run_elastic(
     sweep(folder / "checkpoints")  # no worker is writing yet
     try:
         with (
+            run_events(folder) as events,
             lab.directory() as address,
             lab.pool(env={"GOSSAMER_DIRECTORY": address}) as pool,
             _following_all(folder, config.workers, watch),
             interrupts(lambda: graceful_stop.request(folder)),
         ):
-            return _watch_over(pool, config, folder, resume, tell)
+            return _watch_over(pool, config, folder, resume, tell, events)
     finally:
         graceful_stop.clear(folder)
 
@@ -83,7 +85,12 @@ def _following_all(folder: Path, workers: int, watch: Watch) -> Iterator[None]:
 
 
 def _watch_over(
-    pool: WorkerPool, config: RunConfig, folder: Path, resume: bool, tell: Callable[[str], None]
+    pool: WorkerPool,
+    config: RunConfig,
+    folder: Path,
+    resume: bool,
+    tell: Callable[[str], None],
+    events: RunEvents,
 ) -> Outcome:
     """Start all workers, replace those that die, and return the run's outcome when none is left."""
     for rank in range(config.workers):
@@ -102,12 +109,15 @@ def _watch_over(
                 continue  # a replacement that joined too late: the run is over
             why = worker.why.strip().rsplit("\n", 1)[-1]
             deaths.append({"worker": worker.rank, "why": why})
+            events.write("gone", worker=worker.rank, why=why)
             if len(deaths) > config.max_replacements and not _begun(folder, began):
                 raise WorkerFailed(
                     f"worker {worker.rank} is gone before the job had begun, and is not replaced: {worker.why}",
                     worker.rank,
                 )
             then = _next(pool, config, folder, resume, worker, len(deaths), outcomes)
+            if pool.current(worker.rank) is not worker:
+                events.write("replaced", worker=worker.rank)
             tell(f"worker {worker.rank} is gone ({why}); {then}")
             if not pool.running and not outcomes:
                 raise WorkerFailed(f"the last worker is gone, worker {worker.rank}: {worker.why}", worker.rank)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from gossamer.comm.process_groups import join_world, leave_world, said_by_first, workers_per_node
 from gossamer.errors import GossamerError, InputError
+from gossamer.jobs.events import run_events
 from gossamer.jobs.local import train_here
 from gossamer.jobs.prepare import checked_task, prepare_folder, resume_folder
 from gossamer.jobs.progress import Display, tensorboard
@@ -29,10 +31,12 @@ def train_launched(
     steps: int | None,
     board: bool,
     quiet: bool,
+    serving: Callable[[Path], AbstractContextManager[None]] | None = None,
 ) -> tuple[dict[str, Any], Path, RunConfig] | None:
     """Join the job and train; returns the outcome, the run's folder and its configuration on worker 0, else None.
 
-    Worker 0 makes the folder, which all workers must see, and its errors are raised on every worker.
+    Worker 0 makes the folder, which all workers must see, and its errors are raised on every worker. It also opens
+    `serving(folder)`, the live page, while it trains.
     """
     rank, _ = join_world()
     places = workers_per_node()
@@ -59,7 +63,9 @@ def train_launched(
     config, content = read_config(folder)
     also = tensorboard(folder) if board and rank == 0 else None
     display = Display(config, content["unit"], label=content["method"], also=also, quiet=quiet or rank > 0)
-    with display, interrupts(lambda: graceful_stop.request(folder)):
+    noted = run_events(folder) if rank == 0 else nullcontext()
+    page = serving(folder) if serving is not None and rank == 0 else nullcontext()
+    with page, display, noted, interrupts(lambda: graceful_stop.request(folder)):
         outcome = train_here(folder, rank, resume=resume is not None, watch=display if rank == 0 else None)
     leave_world()
     if rank > 0:

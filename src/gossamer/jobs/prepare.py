@@ -11,7 +11,7 @@ from gossamer.checkpoint.files import latest_in
 from gossamer.errors import InputError
 from gossamer.jobs.clock import simulated_on
 from gossamer.jobs.configure import check_method, per_node_from
-from gossamer.lab import why_unavailable
+from gossamer.lab import parse_rate, why_unavailable
 from gossamer.predict.methods import parse
 from gossamer.recipes.config import RunConfig, make_config
 from gossamer.recipes.run import prepare, read_config, write_config
@@ -41,6 +41,7 @@ def prepare_folder(
     clock: dict[str, Any] = {"kind": "measured", "link": link}
     if link is not None:
         clock["network"] = "paced" if why_unavailable() else "namespaces"
+        clock["link_bits_per_second"] = parse_rate(link)
     trace = None
     if config.virtual:
         clock, trace = simulated_on(cluster or "a40", config)

@@ -7,11 +7,9 @@ node's network interface, which all exchanges of all its workers share.
 from __future__ import annotations
 
 import json
-import statistics
 import tomllib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -20,7 +18,6 @@ from gossamer.errors import InputError
 from gossamer.predict.compute import parse_jitter
 from gossamer.topology import Layout
 from gossamer.topology.schedule import bucket_count
-from gossamer.trace import merge
 
 # Limits far beyond real machines, so that a prediction can overflow neither numbers nor memory.
 Seconds = Annotated[float, Field(ge=1e-9, le=1e6, allow_inf_nan=False)]
@@ -31,8 +28,17 @@ MOST_BUCKETS = 1 << 12
 MOST_DDP_BUCKETS = 1 << 16
 Count = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
 MiB = 2**20
-DIFFERS = 0.25  # relative difference to the median from which a probed pair of nodes gets an entry of its own
-MOST_SAMPLES = 512  # of a measured step time: enough for a distribution
+Rate = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Source = Literal["given", "measured", "guess"]
+# Outside of these a bandwidth is probably in another unit.
+SLOWEST_GBPS, FASTEST_GBPS = 1e-4, 2e4
+
+
+NO_LINK = (
+    "the description has one node and no link between nodes (links.inter), so nothing is known about several nodes; "
+    "pass --link RATE (for example --link 25gbit), or run gossamer probe on two nodes"
+)
+EXAMPLE = "write for example a file with gossamer probe, or see docs/predict.md"
 
 
 class _Part(BaseModel):
@@ -47,6 +53,26 @@ class LinkSpec(_Part):
     bandwidth_gbps: Gbps
     latency_us: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
     flow_gbps: Gbps | None = None
+    by_size: tuple[tuple[float, float], ...] = ()
+    """Measured single messages: bytes and seconds, by size."""
+
+    @model_validator(mode="after")
+    def _plausible(self) -> Self:
+        if not SLOWEST_GBPS <= self.bandwidth_gbps <= FASTEST_GBPS:
+            size = "small" if self.bandwidth_gbps < SLOWEST_GBPS else "large"
+            raise ValueError(
+                f"bandwidth_gbps is in gigabits per second, and {self.bandwidth_gbps:g} is suspiciously {size}: is it "
+                "in another unit? Links between 0.1 Mbit/s (0.0001) and 20 Tbit/s (20000) are accepted"
+            )
+        return self
+
+    def overhead(self, nbytes: float) -> float:
+        """Return the seconds of a message beyond its bytes over the bandwidth of a connection."""
+        if not self.by_size:
+            return self.latency
+        sizes = [size for size, _ in self.by_size]
+        extra = [seconds - size / self.flow_bytes_per_second for size, seconds in self.by_size]
+        return max(self.latency, float(np.interp(nbytes, sizes, extra)))
 
     @property
     def bytes_per_second(self) -> float:
@@ -70,9 +96,16 @@ class PairSpec(LinkSpec):
 class ClusterLinks(_Part):
     """All links. `intra` is a worker's path to the others on its node; `inter` is a node's network interface."""
 
-    inter: LinkSpec
+    inter: LinkSpec | None = None
     intra: LinkSpec = LinkSpec(bandwidth_gbps=200, latency_us=5)
     pairs: tuple[PairSpec, ...] = ()
+
+    @property
+    def between(self) -> LinkSpec:
+        """The link between nodes."""
+        if self.inter is None:
+            raise InputError(NO_LINK)
+        return self.inter
 
 
 class ComputeSpec(_Part):
@@ -81,7 +114,9 @@ class ComputeSpec(_Part):
     `jitter` is a distribution around the mean; `samples`, measured step times in seconds, replace it. `per_worker` has
     the means of unequal workers. With `reference_workers` the global batch is fixed (strong scaling): `seconds` is the
     time with that many workers, and all of it but `fixed_seconds` shrinks with more workers. `update_seconds` is the
-    optimizer's part of a step: it follows the arrival of the exchange, so it overlaps with nothing.
+    optimizer's part of a step: it follows the arrival of the exchange, so it overlaps with nothing; without it, the
+    rates in `costs` count. `cores` are the cores that a worker's compute keeps busy (0: an accelerator computes), which
+    communication competes for. `source` says where the numbers come from.
     """
 
     seconds: Seconds
@@ -90,7 +125,9 @@ class ComputeSpec(_Part):
     samples: Annotated[tuple[Seconds, ...], Field(min_length=1)] | None = None
     reference_workers: Count | None = None
     fixed_seconds: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
-    update_seconds: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
+    update_seconds: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None = None
+    cores: Annotated[float, Field(ge=0, le=1e4, allow_inf_nan=False)] = 0.0
+    source: Source = "given"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -131,9 +168,12 @@ class ComputeSpec(_Part):
 
 class ModelSpec(_Part):
     """The model: `mb` is the size of the fp32 parameters in 10^6 bytes, `buckets` how many buckets they are cut into
-    (None: as many as the engine chooses)."""
+    (None: as many as the engine chooses). `equal_layers`, if known, are parameters of equal size; DDP cuts none.
+    """
 
     mb: Megabytes
+    source: Source = "given"
+    equal_layers: Annotated[int, Field(ge=1, le=MOST_BUCKETS)] | None = None
     buckets: Annotated[int, Field(ge=1, le=MOST_BUCKETS)] | None = None
 
     @property
@@ -161,6 +201,48 @@ class DdpSpec(_Part):
     backward_share: Annotated[float, Field(ge=0, le=1)] = 2 / 3
 
 
+class AllReduceSpec(_Part):
+    """Measured all-reduces of all workers of the probed layout: bytes and seconds, CPU, and bf16's time per byte over
+    fp32's."""
+
+    per_node: tuple[Count, ...]
+    seconds: Annotated[tuple[tuple[float, float], ...], Field(min_length=1)]
+    cpu_gb_per_s: Rate | None = None
+    bf16_slowdown: Annotated[float, Field(ge=1, le=1e3)] = 1.0
+
+    def at(self, nbytes: float) -> float:
+        """Return the seconds of an all-reduce of `nbytes`."""
+        sizes, times = (np.array(column) for column in zip(*self.seconds, strict=True))
+        if nbytes > sizes[-1]:
+            return float(times[-1] * nbytes / sizes[-1])
+        return float(np.interp(nbytes, sizes, times))
+
+
+class CostSpec(_Part):
+    """What a worker's own processor and memory do in a step, as rates in 10^9 bytes of fp32 parameters per second.
+
+    `encode_gb_per_s` and `merge_gb_per_s` are the work of an exchange before and after a message, by wire;
+    `reduce_gb_per_s` adds another worker's values, `mix_gb_per_s` writes the result into the parameters,
+    `update_gb_per_s` is an optimizer's step, by name. `transfer_cpu_gb_per_s` are bytes sent and received per second of
+    CPU time. `bucket_us` and `step_us` are what a bucket and a step of gossip cost the training thread besides,
+    `ddp_us` a step of DDP. `cores` are those of a worker. `assumed` says where the numbers come from if they were not
+    measured.
+    """
+
+    encode_gb_per_s: dict[str, Rate] = {}
+    merge_gb_per_s: dict[str, Rate]
+    reduce_gb_per_s: Rate
+    mix_gb_per_s: Rate
+    update_gb_per_s: dict[str, Rate] = {}
+    transfer_cpu_gb_per_s: Rate | None = None
+    bucket_us: Annotated[float, Field(ge=0, le=1e7)] = 0.0
+    step_us: Annotated[float, Field(ge=0, le=1e7)] = 0.0
+    ddp_us: Annotated[float, Field(ge=0, le=1e7)] = 0.0
+    cores: Annotated[float, Field(gt=0, le=1e4)] = 1.0
+    allreduce: AllReduceSpec | None = None
+    assumed: str = ""
+
+
 class ClusterSpec(_Part):
     """The description of a cluster. `layout` places the workers; `load` reads a file or a preset."""
 
@@ -171,9 +253,15 @@ class ClusterSpec(_Part):
     compute: ComputeSpec
     model: ModelSpec
     ddp: DdpSpec = DdpSpec()
+    costs: CostSpec | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.nodes > 1 and self.links.inter is None:
+            raise ValueError(
+                f"lacks 'links.inter', the link between its {self.nodes} nodes; add bandwidth_gbps and latency_us to "
+                "[links.inter]"
+            )
         if not isinstance(self.per_node, int) and len(self.per_node) != self.nodes:
             raise ValueError(f"per_node lists {len(self.per_node)} nodes but nodes says {self.nodes}")
         workers = self.nodes * self.per_node if isinstance(self.per_node, int) else sum(self.per_node)
@@ -199,13 +287,18 @@ class ClusterSpec(_Part):
 
     def resized(self, layout: Layout) -> ClusterSpec:
         """Return a cluster of the same machines with another layout; `pairs` of missing nodes are dropped."""
+        if layout.nodes > 1:
+            assert self.links.between
         pairs = tuple(p for p in self.links.pairs if max(p.nodes) < layout.nodes)
         links = self.links.model_copy(update={"pairs": pairs})
         return self.model_copy(update={"nodes": layout.nodes, "per_node": layout.per_node, "links": links})
 
-    def changed(self, **parts: dict[str, Any]) -> ClusterSpec:
+    def changed(self, **parts: dict[str, Any] | None) -> ClusterSpec:
         """Return a copy with some fields replaced: `changed(model={"mb": 500})`."""
-        made = {part: getattr(self, part).model_copy(update=fields) for part, fields in parts.items()}
+        made = {
+            part: getattr(self, part).model_copy(update=fields) if fields is not None else None
+            for part, fields in parts.items()
+        }
         changed = self.model_copy(update=made)
         from_dict(changed.model_copy(update={"compute": changed.compute.model_copy(update={"per_worker": None})}))
         return changed
@@ -244,7 +337,7 @@ def from_dict(data: Any, where: str = "the cluster description") -> ClusterSpec:
         if first["type"] == "extra_forbidden":
             raise InputError(f"{where} has an unknown key {at!r:.100}; {_known_keys(first['loc'])}") from None
         if first["type"] == "missing":
-            raise InputError(f"{where} lacks {at!r}; add it (an example: gossamer simulate --help)") from None
+            raise InputError(f"{where} lacks {at!r}; add it; {EXAMPLE}") from None
         message = first["msg"].removeprefix("Value error, ")
         got = "" if isinstance(first["input"], dict) else f", got {first['input']!r:.60}"
         raise InputError(f"{where}: {at:.100}: {message:.400}{got}") from None
@@ -255,6 +348,7 @@ def _known_keys(loc: tuple[int | str, ...]) -> str:
     for step in loc[:-1]:
         if isinstance(step, str):
             owner = {**ClusterLinks.model_fields, **ClusterSpec.model_fields}[step].annotation
+            owner = next((t for t in get_args(owner) if t is not type(None)), owner)  # X | None
             owner = PairSpec if step == "pairs" else owner
     return f"it takes {', '.join(owner.model_fields)}"
 
@@ -262,101 +356,18 @@ def _known_keys(loc: tuple[int | str, ...]) -> str:
 def to_toml(cluster: ClusterSpec) -> str:
     """Return the description as TOML, which `load` reads back."""
     data = cluster.model_dump(mode="json", exclude_none=True)
-    lines: list[str] = []
-    tables: list[tuple[str, dict[str, Any]]] = []
     pairs = data["links"].pop("pairs", [])
-    for key, value in data.items():
-        if isinstance(value, dict):
-            nested = {k: v for k, v in value.items() if isinstance(v, dict)}
-            tables += [(f"{key}.{k}", v) for k, v in nested.items()] or [(key, value)]
-        else:
-            lines.append(f"{key} = {json.dumps(value)}")
-    for title, table in tables:
-        lines += ["", f"[{title}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items())]
+    lines = _table("", data)
     for pair in pairs:
         lines += ["", "[[links.pairs]]", *(f"{k} = {json.dumps(v)}" for k, v in pair.items())]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def cluster_from_probe(links: Mapping[str, Any], compute: Mapping[str, Any], model_mb: float | None) -> ClusterSpec:
-    """Describe a probed cluster: `links` as written by `gossamer probe`, `compute` as returned by `read_compute`."""
-    per_node = list(links["per_node"])
-    inter = list(links["inter"])
-    intra = list(links["intra"])
-    size = model_mb if model_mb is not None else compute.get("model_mb")
-    if size is None:
-        raise InputError("the size of the model is not known; pass --model-mb, or --compute with a recorded file")
-    data: dict[str, Any] = {
-        "name": "probed",
-        "nodes": len(per_node),
-        "per_node": per_node[0] if len(set(per_node)) == 1 else per_node,
-        "links": {"inter": _link(inter or intra)},
-        "compute": {k: v for k, v in compute.items() if k != "model_mb"},
-        "model": {"mb": size},
-    }
-    if intra:
-        data["links"]["intra"] = _link(intra)
-    middle = statistics.median(s["link_bytes_per_s"] for s in inter) if inter else 0.0
-    odd = [s for s in inter if abs(s["link_bytes_per_s"] / middle - 1) > DIFFERS]
-    if odd:
-        data["links"]["pairs"] = [{"nodes": list(s["nodes"]), **_link([s])} for s in odd]
-    return from_dict(data, "the probe's result")
-
-
-def _link(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    if not samples:  # a single worker sends nothing, so any number will do
-        return {"bandwidth_gbps": 100.0}
-    whole = statistics.median(s["link_bytes_per_s"] for s in samples)
-    flow = statistics.median(s["flow_bytes_per_s"] for s in samples)
-    link = {
-        "bandwidth_gbps": whole * 8e-9,
-        "latency_us": statistics.median(s["latency_s"] for s in samples) * 1e6,
-    }
-    if flow < 0.9 * whole:
-        link["flow_gbps"] = flow * 8e-9
-    return {k: float(f"{v:.4g}") for k, v in link.items()}
-
-
-def read_compute(source: str | None) -> dict[str, Any]:
-    """Read compute times: from seconds (`0.25`), a file written by `gossamer.probe`, or the traces of a run."""
-    if source is None:
-        return {"seconds": 0.1}
-    try:
-        return {"seconds": float(source)}
-    except ValueError:
-        path = Path(source)
-    if path.is_dir():
-        return _from_trace(path)
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        samples = [float(s) for s in data["samples"]]
-        more = {k: float(data[k]) for k in ("model_mb", "update_seconds") if k in data}
-    except OSError as error:
-        raise InputError(f"cannot read compute times from {source!r}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError):
-        raise InputError(
-            f"{source!r} holds no compute times; it should be written by gossamer.probe(optimizer, {source!r})"
-        ) from None
-    return _distribution(samples, more)
-
-
-def _distribution(samples: list[float], more: dict[str, Any]) -> dict[str, Any]:
-    if not samples:
-        raise InputError("there are no compute times to take a mean of; record more steps")
-    kept = samples[:: -(-len(samples) // MOST_SAMPLES)]
-    return {"seconds": statistics.mean(samples), "samples": [float(f"{s:.5g}") for s in kept], **more}
-
-
-def _from_trace(folder: Path) -> dict[str, Any]:
-    """Return the forward plus backward and the update times of all workers' steps but each worker's first."""
-    steps: dict[tuple[int, int], float] = {}
-    updates = []
-    for span in merge(folder).spans:
-        if span.attrs.get("step", 0) == 0:
-            continue
-        if span.category == "step":
-            updates.append(span.seconds)
-        elif span.family == "compute":
-            key = (span.worker, int(span.attrs["step"]))
-            steps[key] = steps.get(key, 0.0) + span.seconds
-    return _distribution(list(steps.values()), {"update_seconds": statistics.mean(updates)} if updates else {})
+def _table(title: str, table: dict[str, Any]) -> list[str]:
+    """Return a table's own lines, then those of the tables in it."""
+    plain = [f"{k} = {json.dumps(v)}" for k, v in table.items() if not isinstance(v, dict)]
+    lines = (["", f"[{title}]"] if title and plain else []) + plain
+    for key, value in table.items():
+        if isinstance(value, dict):
+            lines += _table(f"{title}.{key}" if title else key, value)
+    return lines

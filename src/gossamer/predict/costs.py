@@ -21,8 +21,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gossamer.predict.cluster import ClusterSpec
+from gossamer.predict.cluster import ClusterSpec, LinkSpec
 from gossamer.predict.methods import WIRES
+from gossamer.predict.processing import compression_seconds, exchange_seconds
 from gossamer.topology import Layout, Round
 from gossamer.topology.plan import traffic
 
@@ -110,8 +111,9 @@ NO_JOBS = Jobs(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0), np.emp
 class ExchangeCost:
     """The cost of one bucket's exchange in one round, in seconds per worker.
 
-    `local` is the transfer inside the node, half before and half after the network; the buckets in flight share it.
-    `latency` is not shared. `sent` is the number of bytes, for traces.
+    `local` is the transfer inside the node and the worker's own processing, half before and half after the network; the
+    buckets in flight share it. `latency` is not shared. `sent` is the number of bytes, for traces. `cpu` are the CPU
+    seconds of the worker.
     """
 
     peers: Peers
@@ -119,6 +121,7 @@ class ExchangeCost:
     latency: Floats
     jobs: Jobs = NO_JOBS
     sent: Floats = field(default_factory=lambda: np.empty(0))
+    cpu: Floats = field(default_factory=lambda: np.empty(0))
 
 
 class Costs(Protocol):
@@ -178,13 +181,16 @@ class AbstractCosts:
 class ClusterCosts:
     """Seconds on a described cluster, from the bytes of each exchange's plan.
 
-    With `collective`, groups average by one flat all-reduce like DDP's instead of our plans, as Decent-DP does.
+    With `collective`, groups average by one flat all-reduce like DDP's instead of our plans, as Decent-DP does. With
+    `inside`, the layout's workers stand for nodes of so many workers that hold one replica: each exchanges its shard,
+    and the node gathers.
     """
 
     cluster: ClusterSpec
     wire: str = "fp32"
     hierarchical: bool = True
     collective: bool = False
+    inside: int = 1
 
     @cached_property
     def layout(self) -> Layout:
@@ -197,6 +203,7 @@ class ClusterCosts:
     def exchange(self, round: Round, share: float) -> ExchangeCost:
         layout, links = self.layout, self.cluster.links
         elements = self.cluster.model.bytes / 4 * share
+        own = np.zeros(layout.n)
         if self.collective and round.weights is None:
             inter, intra, steps = _collective(round, layout, tree=self.cluster.ddp.allreduce == "best")
             inter, intra = inter * elements * 4, intra * elements * 4
@@ -205,14 +212,23 @@ class ClusterCosts:
             wired = WIRES[self.wire]
             inter = (t.inter_wired * wired + t.inter_plain * 4) * elements
             intra = (t.intra_wired * wired + t.intra_plain * 4) * elements
+            own = exchange_seconds(self.cluster.costs, t, elements * 4, self.wire, 1 / self.inside)
             steps = t.steps
         crosses = inter > 0
         # a hierarchical exchange has two steps inside the node, before and after those across nodes
         inside = np.where(crosses, np.where((intra > 0) & (steps > 2) & (not self.collective), 2, 0), steps)
-        local = intra / links.intra.bytes_per_second
-        latency = inside * links.intra.latency + (steps - inside) * links.inter.latency
-        jobs = self._jobs(round, inter)
-        return ExchangeCost(Peers(round, layout.n), local, latency, jobs, inter + intra)
+        if self.inside > 1:
+            gathered = (self.inside - 1) / self.inside * elements * 4
+            intra, inside = intra + np.where(crosses, gathered, 0.0), inside + crosses
+            steps = steps + crosses
+        local = intra / links.intra.bytes_per_second + own
+        latency = _overhead(links.intra, intra, inside)
+        if crosses.any():
+            latency = latency + _overhead(links.between, inter / self.inside, steps - inside)
+        moved = inter / self.inside + intra
+        rate = self.cluster.costs.transfer_cpu_gb_per_s if self.cluster.costs is not None else None
+        cpu = own + (moved / rate / 1e9 if rate else 0.0)
+        return ExchangeCost(Peers(round, layout.n), local, latency, self._jobs(round, inter), inter + intra, cpu)
 
     def _jobs(self, round: Round, inter: Floats) -> Jobs:
         """Return one job per group and node (per worker in a weighted round)."""
@@ -233,7 +249,7 @@ class ClusterCosts:
             for key, size in total.items():
                 w = first[key]
                 slowest, fastest = self._bandwidth(node[w], nodes)
-                flow = self.cluster.links.inter.flow_bytes_per_second * flows[key]
+                flow = self.cluster.links.between.flow_bytes_per_second * flows[key] * self.inside
                 least = max(size / max(1, len(nodes) - 1) / slowest, size / flow)
                 rows.append((node[w], w, size / fastest, least))
         if not rows:
@@ -244,7 +260,7 @@ class ClusterCosts:
 
     def _bandwidth(self, node: int, group: set[int]) -> tuple[float, float]:
         """Return bytes per second of the slowest pair of nodes used in the group, and of the interface."""
-        default = self.cluster.links.inter.bytes_per_second
+        default = self.cluster.links.between.bytes_per_second
         rates = [
             p.bytes_per_second
             for p in self.cluster.links.pairs
@@ -255,26 +271,47 @@ class ClusterCosts:
         return slowest, max([slowest] if covered and rates else [*rates, default])
 
     def allreduce(self, share: float) -> float:
-        """Return the seconds of an all-reduce.
+        """Return the seconds of an all-reduce of gradients.
 
-        A ring sends 2(n-1)/n of the data through every interface; `best` on two nodes sends the data once each way.
+        Measured times count where there are any, scaled by the formula to another layout.
         """
-        n, links = self.layout.n, self.cluster.links
-        if n == 1:
+        if self.layout.n == 1:
             return 0.0
-        size = self.cluster.model.bytes / 4 * WIRES[self.wire] * share
-        if self.layout.nodes == 1:
+        costs, size = self.cluster.costs, self.cluster.model.bytes * share
+        sent = size / 4 * WIRES[self.wire]
+        seconds = self.formula(self.layout, sent)
+        if costs is not None and costs.allreduce is not None:
+            probed = Layout.of(costs.allreduce.per_node)
+            scale = 1.0 if probed == self.layout else seconds / self.formula(probed, sent)
+            seconds = costs.allreduce.at(sent) * scale
+            seconds *= costs.allreduce.bf16_slowdown if self.wire != "fp32" else 1.0
+        return seconds + compression_seconds(costs, size, self.wire)
+
+    def formula(self, layout: Layout, size: float) -> float:
+        """Return the seconds by formula: a ring sends 2(n-1)/n of the data through every interface; `best` on two nodes
+        sends the data once each way."""
+        n, links = layout.n, self.cluster.links
+        if layout.nodes == 1:
             return 2 * (n - 1) / n * size / links.intra.bytes_per_second + 2 * (n - 1) * links.intra.latency
-        slowest = min([p.flow_bytes_per_second for p in links.pairs] + [links.inter.flow_bytes_per_second])
-        latency = links.inter.latency
+        slowest = min([p.flow_bytes_per_second for p in links.pairs] + [links.between.flow_bytes_per_second])
+        latency = links.between.latency
         if links.pairs:
             latency = max(latency, *(p.latency for p in links.pairs))
-        if self.cluster.ddp.allreduce == "best" and self.layout.nodes == 2:
-            local = max(self.layout.per_node)
+        if self.cluster.ddp.allreduce == "best" and layout.nodes == 2:
+            local = max(layout.per_node)
             inside = 2 * (local - 1) / local * size / links.intra.bytes_per_second
             return inside + size / slowest + 2 * latency
-        hops = self.layout.nodes if self.cluster.ddp.allreduce == "best" else n
+        hops = layout.nodes if self.cluster.ddp.allreduce == "best" else n
         return 2 * (n - 1) / n * size / slowest + 2 * (hops - 1) * latency
+
+
+def _overhead(link: LinkSpec, nbytes: Floats, messages: Ints) -> Floats:
+    """Return the seconds of so many messages that carry `nbytes` together, beyond their bytes over the bandwidth."""
+    if not link.by_size:
+        return np.asarray(messages * link.latency)
+    each = nbytes / np.maximum(1, messages)
+    known = {float(size): link.overhead(float(size)) for size in np.unique(each)}
+    return np.array([m * known[float(size)] for m, size in zip(messages, each, strict=True)])
 
 
 def _collective(round: Round, layout: Layout, *, tree: bool) -> tuple[Floats, Floats, Ints]:

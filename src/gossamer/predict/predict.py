@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -12,13 +13,16 @@ from gossamer.predict.asynchronous import simulate_async
 from gossamer.predict.cluster import ClusterSpec, MiB
 from gossamer.predict.compute import parse_jitter
 from gossamer.predict.costs import AbstractCosts, ClusterCosts, Floats
+from gossamer.predict.local_steps import simulate_local
 from gossamer.predict.methods import Method, parse
+from gossamer.predict.processing import allreduce_cpu, serial_seconds, update_seconds, with_competition
 from gossamer.predict.simulator import PAPER, ExchangePolicy, Result, simulate, simulate_ddp
 from gossamer.topology import Layout, Round, build
 from gossamer.topology.schedule import Schedule
 from gossamer.trace import Trace
 
 STEPS = 400
+MOST_ROUNDS = 32  # of a long period: enough for a mean
 MOST_TIMES = 1 << 27  # compute times in memory: one gigabyte
 
 
@@ -72,6 +76,14 @@ def ddp_shares(setting: Setting, buckets: int = 1) -> Floats:
     if isinstance(setting, Abstract):
         return np.full(buckets, 1 / buckets)
     total, cap = setting.model.bytes, setting.ddp.bucket_mb * MiB
+    layers = setting.model.equal_layers
+    if layers is not None:  # the layer that fills a bucket closes it
+        filled = [0.0]
+        for _ in range(layers):
+            if filled[-1] >= (min(MiB, cap) if len(filled) == 1 else cap):
+                filled.append(0.0)
+            filled[-1] += total / layers
+        return np.array(filled) / total
     first = min(MiB, cap, total)
     rest = total - first
     count = math.ceil(rest / cap)
@@ -88,11 +100,13 @@ def predict(
     policy: ExchangePolicy | None = None,
     rate: float = 1.0,
     trace_steps: int = 0,
+    exact_inside: bool = False,
 ) -> Result:
     """Simulate `steps` steps of a method; the same seed gives every method the same compute times.
 
     `rate` is the number of exchanges per gradient of an asynchronous method. The result has the spans of the first
-    `trace_steps` steps.
+    `trace_steps` steps. With `exact_inside`, gradients are averaged exactly inside the nodes of a cluster, and nodes
+    gossip; the timeline then has nodes as its workers.
     """
     method = parse(method) if isinstance(method, str) else method
     if steps < 10:
@@ -101,9 +115,16 @@ def predict(
         raise InputError(f"the seed must not be negative, got {seed}; pass for example 0")
     if trace_steps < 0:
         raise InputError(f"the steps in a timeline must not be negative, got {trace_steps}; pass for example 8")
+    inside = 1
+    if exact_inside and method.algorithm != "ddp":
+        if isinstance(setting, Abstract):
+            raise InputError("exact averages inside nodes need a described cluster; pass a cluster instead of gamma")
+        inside = max(setting.layout.per_node)
+        setting = of_nodes(setting, method, steps, seed)
     policy = policy or default_policy(setting, method)
     layout = setting.layout
-    room = steps * (policy.staleness + policy.every) if method.algorithm == "awc" else steps
+    every = method.local_steps(policy.every)
+    room = steps * (policy.staleness * (method.algorithm == "awc") + every)
     if room * layout.n > MOST_TIMES:
         raise InputError(
             f"{room} steps of {layout.n} workers are too many to simulate (at most {MOST_TIMES} in all); pass fewer"
@@ -113,18 +134,56 @@ def predict(
         costs: AbstractCosts | ClusterCosts = AbstractCosts(
             layout, setting.gamma, setting.omega, method.wire, policy.hierarchical
         )
-        share, update = setting.backward_share, 0.0
+        share, update, mixing = setting.backward_share, 0.0, 0.0
     else:
         draws = setting.compute.draw(layout.n, room, seed)
-        costs = ClusterCosts(setting, method.wire, policy.hierarchical, method.package == "decent-dp")
-        share, update = setting.ddp.backward_share, setting.compute.update_seconds
+        costs = ClusterCosts(setting, method.wire, policy.hierarchical, method.package == "decent-dp", inside)
+        share = setting.ddp.backward_share
+        update, mixing = serial_seconds(
+            setting,
+            method,
+            buckets=policy.buckets,
+            fragments=policy.fragments,
+            copies=policy.outer or policy.staleness > 0,
+        )
     if method.algorithm == "ddp":
         shares = ddp_shares(setting, policy.buckets)
+        if isinstance(setting, ClusterSpec):  # the last bucket is reduced when compute has ended
+            hidden = allreduce_cpu(setting, setting.model.bytes, method.wire) * (1 - float(shares[-1]))
+            draws = with_competition(setting, draws, hidden)
         return simulate_ddp(costs, draws, shares, backward_share=share, update=update, trace_steps=trace_steps)
+    if method.algorithm == "local":
+        return simulate_local(costs, draws, every=every, update=update, trace_steps=trace_steps)
     topology = build(method.topology or "", layout)
+    schedule = Schedule(topology)
+    if isinstance(setting, ClusterSpec) and setting.costs is not None:
+        draws = with_competition(setting, draws, _cpu_per_step(schedule, costs, policy))
     if method.asynchronous:
         return simulate_async(topology, costs, draws + update, rate=rate, seed=seed, trace_steps=trace_steps)
-    return simulate(Schedule(topology), costs, draws, policy, rounds=steps, update=update, trace_steps=trace_steps)
+    return simulate(schedule, costs, draws, policy, rounds=steps, update=update, mixing=mixing, trace_steps=trace_steps)
+
+
+def _cpu_per_step(schedule: Schedule, costs: AbstractCosts | ClusterCosts, policy: ExchangePolicy) -> float:
+    """Return the CPU seconds of a worker's communication per step."""
+    rounds = [schedule.topology.round(k) for k in range(min(schedule.topology.period, MOST_ROUNDS))]
+    each = [float(costs.exchange(r, 1.0).cpu.mean()) for r in rounds]
+    return sum(each) / len(each) / policy.every / policy.fragments
+
+
+def of_nodes(cluster: ClusterSpec, method: Method, steps: int = STEPS, seed: int = 0) -> ClusterSpec:
+    """Return the cluster whose workers are the nodes of `cluster`, each of which averages gradients exactly inside.
+
+    The compute times of a node are the steps of DDP among the workers of its largest node, without the update.
+    """
+    layout = cluster.layout
+    mean = float(cluster.compute.means(layout.n).mean())
+    same: dict[str, Any] = {"reference_workers": None, "fixed_seconds": 0.0, "per_worker": None}
+    local = cluster.changed(compute={**same, "seconds": mean}).resized(Layout.of([max(layout.per_node)]))
+    ddp = predict("ddp", local, steps=max(200, min(steps, 400)), seed=seed)
+    update, _ = serial_seconds(local, parse("ddp"))
+    durations = tuple(float(d) for d in (ddp.durations - update)[:400])
+    nodes = cluster.resized(Layout.of([1] * layout.nodes))
+    return nodes.changed(compute={**same, "seconds": float(np.mean(durations)), "samples": durations, "jitter": "none"})
 
 
 def predicted_trace(method: Method | str, setting: Setting, result: Result) -> Trace:
@@ -138,7 +197,7 @@ def derived(setting: ClusterSpec) -> dict[str, float]:
     γ is the time of an all-reduce over the compute time, ω that of an exchange between two nodes over an all-reduce,
     σ² the relative variance of compute times.
     """
-    compute = float(setting.compute.means(setting.layout.n).mean()) + setting.compute.update_seconds
+    compute = float(setting.compute.means(setting.layout.n).mean()) + update_seconds(setting, parse("ddp"))
     costs = ClusterCosts(setting)
     allreduce = costs.allreduce(1.0)
     layout = setting.layout

@@ -35,7 +35,7 @@ class ExchangePolicy:
 
     `combine="atc"` (adapt then combine) averages after the step, without overlap. Workers mix every `every` steps. A
     worker may take `staleness` steps without its exchange before it waits. With `fragments`, each exchange is of one of
-    so many parts of the model, in turn.
+    so many parts of the model, in turn. With `outer` steps an exchange has all of the next `every` steps.
     """
 
     buckets: int = 4
@@ -47,6 +47,7 @@ class ExchangePolicy:
     combine: Literal["awc", "atc"] = "awc"
     average_every: int = 0
     fragments: int = 1
+    outer: bool = False
 
     def __post_init__(self) -> None:
         leasts = {"buckets": 1, "in_flight": 1, "every": 1, "staleness": 0, "average_every": 0, "fragments": 1}
@@ -58,6 +59,8 @@ class ExchangePolicy:
             raise InputError(f"buckets must be at most {MOST_BUCKETS}, got {self.buckets}; use fewer")
         if self.combine == "atc" and self.staleness:
             raise InputError(f"atc waits for every exchange, so staleness must be 0, got {self.staleness}")
+        if self.outer and self.staleness:
+            raise InputError(f"an outer step waits for its exchange, so staleness must be 0, got {self.staleness}")
 
 
 TINY = 1e-12  # shorter waits are rounding errors
@@ -191,12 +194,13 @@ def simulate(
     *,
     rounds: int,
     update: float = 0.0,
+    mixing: float = 0.0,
     trace_steps: int = 0,
 ) -> Result:
     """Simulate `rounds` exchanges of gossip.
 
     `compute` has the compute times, [steps, workers], of at least all steps taken; `update` is the optimizer's time at
-    the end of each step.
+    the end of each step, `mixing` the time to write a round's result into the parameters.
     """
     schedule = replace(
         schedule,
@@ -221,10 +225,11 @@ def simulate(
         taken.__iadd__(1)
         return times
 
-    def updated(only: np.ndarray | None = None) -> Floats:
+    def updated(only: np.ndarray | None = None, mixed: bool = False) -> Floats:
+        seconds = update + mixing * mixed
         if recorder is not None:
-            recorder.update(taken - 1, u, update, only)
-        return u + update if only is None else np.where(only, u + update, u)
+            recorder.update(taken - 1, u, seconds, only)
+        return u + seconds if only is None else np.where(only, u + seconds, u)
 
     for k in range(rounds):
         if recorder is not None and taken.min() >= trace_steps:
@@ -237,9 +242,12 @@ def simulate(
             end = network.run(k, u, recorder)
             if recorder is not None:
                 recorder.wait(k, taken - 1, u, end)
-            u = end
+            u = end + mixing
         else:
             end = network.run(k, u, recorder)
+            for _ in range(policy.every - 1 if policy.outer else 0):
+                u = u + work()
+                u = updated()
             u = u + work()
             for _ in range(policy.staleness):
                 late = end > u
@@ -254,8 +262,8 @@ def simulate(
             if recorder is not None:
                 recorder.wait(k, taken - 1, u, end)
             u = np.maximum(u, end)
-            u = updated()
-            for _ in range(policy.every - 1):
+            u = updated(mixed=True)
+            for _ in range(0 if policy.outer else policy.every - 1):
                 u = u + work()
                 u = updated()
         history[k + 1], steps[k + 1] = u, taken
@@ -264,7 +272,7 @@ def simulate(
         spans = recorder.spans
     elif not trace_steps:
         spans = []
-    return _result(history, steps, compute + update, tuple(spans))
+    return _result(history, steps, compute + update + mixing / policy.every, tuple(spans))
 
 
 def _result(history: Floats, steps: np.ndarray, compute: Floats, spans: tuple[Span, ...]) -> Result:
@@ -399,6 +407,17 @@ class Recorder:
                 self.spans.append(Span("wait", i, max(done, last), end, {"step": k, "link": "all"}))
             if update:
                 self.spans.append(Span("step", i, end, end + update, {"step": k}))
+
+    def all_reduced(self, step: int, k: int, ready: Floats, last: float, end: float, slowest: int) -> None:
+        """Record an all-reduce of the parameters: all workers wait for the slowest one, then for the links."""
+        for i, since in enumerate(ready.tolist()):
+            if end > since + TINY:
+                attrs = {"round": k, "bucket": 0, "peer": slowest}
+                self.spans.append(Span("exchange", i, since, end, attrs))
+            if last > since + TINY:
+                self.spans.append(Span("wait", i, since, last, {"step": step, "peer": slowest}))
+            if end > last + TINY:
+                self.spans.append(Span("wait", i, last, end, {"step": step, "link": "all"}))
 
     def close(self) -> None:
         """Drop spans after the recorded steps, and sort the spans by time."""

@@ -70,11 +70,17 @@ class RunConfig(BaseModel):
     combine: Literal["awc", "atc"] = "awc"
     """Synchronous gossip: overlap the exchange with the next step (awc), or adapt, then combine (atc)."""
     every: Count = 1
-    """Steps between two exchanges."""
+    """Steps between two exchanges. diloco and localsgd: at least 2, by default 8."""
     staleness: Whole = 0
     """Steps that a worker may take without mixing while a late exchange is in flight (awc only)."""
     average_every: Whole = 0
     """Steps between exact global averages of the parameters; 0 disables them."""
+    outer: Literal["nesterov", "heavy-ball", "accelerated", "slowmo"] | None = None
+    """Outer step of gossip on the drift of --every local steps; slowmo: at the averages of --average-every."""
+    outer_lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Learning rate of the outer step. By default 0.7, for slowmo 1; diloco takes it as well."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Momentum of the outer step. By default 0.5, for diloco 0.9."""
     fragments: Count = 1
     """Exchange one of so many parts of the model in each step, in turn."""
     exact_inside: bool = False

@@ -16,6 +16,8 @@ from gossamer.recipes.noise import noise
 from gossamer.recipes.strategy import Strategy
 from gossamer.recipes.task import Task
 
+OBSERVED_EVERY = 1.0  # seconds between rows that also say what each worker sent to whom
+
 Row = dict[str, Any]
 Clock = Callable[[int], float]
 
@@ -99,6 +101,7 @@ def train(
     saved = progress.step or -1  # the step of the newest checkpoint
     began = progress.step
     units_before, taken = progress.units, 0
+    observed = -math.inf  # the time at which the workers were last observed
 
     def pause(evaluates: bool, saves: bool, *, final: bool = False) -> None:
         nonlocal saved
@@ -143,8 +146,12 @@ def train(
                 f"the loss is {loss} after step {progress.step} at learning rate {rate:g}; lower --lr, or lengthen the "
                 "warm-up"
             )
-        row = progress.state_dict()
-        log({**row, "loss": loss, "lr": rate, "waited": None if waited_before is None else progress.waited})
+        waited = None if waited_before is None else progress.waited
+        row: Row = {**progress.state_dict(), "loss": loss, "lr": rate, "waited": waited}
+        if time.monotonic() - observed >= OBSERVED_EVERY or progress.step >= config.steps:
+            observed = time.monotonic()
+            row["workers"] = strategy.observe(losses)
+        log(row)
         if misses_meeting():
             continue
         last = progress.step >= config.steps

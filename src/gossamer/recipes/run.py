@@ -3,6 +3,7 @@
 RUN/config.json            the configuration, facts about the task, versions, the command
     metrics-00000.jsonl    one row per step and one per evaluation, one file per process
     trace/                 the timeline of each worker, with `trace`
+    waits-RANK.json        for whom each worker of a finished run waited
     checkpoints/           see `gossamer.Checkpoints`
 """
 
@@ -28,6 +29,7 @@ from gossamer.recipes.strategy import (
     DdpStrategy,
     ElasticStrategy,
     GossipStrategy,
+    PeerStrategy,
     Strategy,
     VirtualStrategy,
     Wrap,
@@ -93,7 +95,8 @@ def run(
 ) -> Progress:
     """Train as worker `rank`, or as all virtual workers; every worker must call it.
 
-    `wrap` wraps the model into DDP, see `DdpStrategy`; `watch` receives the rows that are written.
+    `wrap` wraps the model into DDP, see `DdpStrategy`, or hands it to a peer, see `PeerStrategy`; `watch` receives the
+    rows that are written.
     """
     if config.virtual:
         torch.set_num_threads(config.threads)
@@ -121,6 +124,10 @@ def run(
         timed = None if clock is None else continued(clock, progress)
         train(task, strategy, config, gradients, progress=progress, log=log, save=save, stop=stop, clock=timed)
         progress.unsaved = strategy.finish(checkpoints)
+    waits = strategy.waits()
+    if waits is not None:
+        whole = {"worker": rank, "per_node": config.per_node, "seconds": progress.seconds, "waited": progress.waited}
+        (folder / f"waits-{rank:05d}.json").write_text(json.dumps({**whole, **waits}) + "\n")
     strategy.close()
     return progress
 
@@ -150,5 +157,8 @@ def make_strategy(
         return VirtualStrategy(task, method, config)
     if method.algorithm == "ddp":
         return DdpStrategy(task, method, config, rank, wrap)
+    if method.algorithm == "local":
+        assert wrap is not None
+        return PeerStrategy(task, method, config, rank, wrap)
     kind = ElasticStrategy if config.on_failure == "continue" else GossipStrategy
     return kind(task, method, config, rank, folder / "trace" if config.trace else None)

@@ -20,8 +20,12 @@ def page(title: str, parts: Iterable[str]) -> str:
     )
 
 
-def live_figure(svg: str, data: Mapping[str, object], caption: str = "") -> str:
-    """Return an SVG with the numbers behind it, from which the page's script makes hover texts and zoom."""
-    head = f"<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
+def live_figure(svg: str, data: Mapping[str, object], caption: str = "", see: str = "") -> str:
+    """Return an SVG with the numbers behind it, from which the page's script makes hover texts and zoom.
+
+    Above it are its name, `caption`, and a sentence that says what to `see`.
+    """
+    sentence = f"<span>{html.escape(see)}</span>" if see else ""
+    head = f"<figcaption>{html.escape(caption)}{sentence}</figcaption>" if caption or see else ""
     inside = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
     return f'<figure class="live">{head}{svg}<script type="application/json">{inside}</script></figure>'

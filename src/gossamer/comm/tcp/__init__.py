@@ -4,7 +4,7 @@
 """
 
 from gossamer.comm.tcp.directory import DirectoryClient, HostedDirectory, Unreachable, look
-from gossamer.comm.tcp.frame import Ask, Refused, digest
+from gossamer.comm.tcp.frame import Ask, Refused, Verdict, digest
 from gossamer.comm.tcp.links import send_state
 from gossamer.comm.tcp.membership import Membership
 from gossamer.comm.tcp.record import Member, Record
@@ -24,6 +24,7 @@ __all__ = [
     "TcpChannel",
     "TcpTransport",
     "Unreachable",
+    "Verdict",
     "digest",
     "look",
     "send_state",

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gossamer.comm.tcp.frame import Verdict
 from gossamer.comm.transport import ChannelId, Purpose
 
 
@@ -57,6 +58,7 @@ class Inbox:
         self._waiting: dict[Key, Slot] = {}
         self._early: dict[Key, Slot] = {}
         self._skipped: dict[tuple[int, ChannelId, int], int] = {}  # last round that (sender, channel, bucket) skips
+        self._verdicts: dict[tuple[int, int], Verdict] = {}  # by sender and lane
 
     def post(self, key: Key, epoch: int, round: int, plan: bytes, view: memoryview) -> Slot:
         """Wait for a message. A channel has one exchange of a bucket under way, so a key has one slot."""
@@ -147,6 +149,16 @@ class Inbox:
                 del self._waiting[key]
         self.changed.notify_all()
 
+    def judge(self, sender: int, lane: int, verdict: Verdict) -> None:
+        """Note what `sender` says about its asynchronous exchanges with this worker."""
+        with self.changed:
+            self._verdicts[sender, lane] = verdict
+            self.changed.notify_all()
+
+    def verdict(self, sender: int, lane: int) -> Verdict:
+        """What `sender` said last."""
+        return self._verdicts.get((sender, lane), Verdict())
+
     def jump(self, sender: int, rounds: list[int]) -> None:
         """Expect nothing more from `sender` for any round of a lane before `rounds[lane]`."""
         with self.changed:
@@ -168,6 +180,8 @@ class Inbox:
                     del self._early[key]
                 for place in [p for p in self._skipped if p[0] == sender]:
                     del self._skipped[place]
+                for pair in [p for p in self._verdicts if p[0] == sender]:
+                    del self._verdicts[pair]
             self.changed.notify_all()
 
     def replan(self, epoch: int, starts: list[int]) -> None:

@@ -48,7 +48,11 @@ class Peer:
     dead: str = ""  # the reason why this process cannot come back
     late: bool = False
     rounds: list[int] = field(default_factory=list)  # as of the last heartbeat
-    skipped: dict[Subject, bytes] = field(default_factory=dict)  # SKIPPED frames, sent again on every new link
+    lasting: dict[Subject, bytes] = field(default_factory=dict)  # SKIPPED and VERDICT frames, repeated on new links
+
+    def silence(self) -> float:
+        """Seconds since anything was heard of the peer."""
+        return time.monotonic() - self.heard
 
     def report(self, rounds: list[int]) -> None:
         """Note the peer's progress. A peer that makes progress is not late any more."""

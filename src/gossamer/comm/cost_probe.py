@@ -1,0 +1,103 @@
+"""Measure what a worker's own processor does in an exchange: encode, decode, reduce and mix, for every wire.
+
+The real exchange is run on one worker: what it sends is handed back as what it receives. All workers of the job measure
+at the same time, so that cores and memory are shared as in training.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.exchange import Scratch, exchange
+from gossamer.comm.transport import clock
+from gossamer.comm.wire import WIRES, Wire
+from gossamer.topology.plan import Piece, Step
+
+NBYTES = 2**24  # of fp32 parameters: larger than caches, and done in milliseconds
+REPEATS = 5
+Meet = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Processing:
+    """Bytes of fp32 parameters per second and worker, while all workers of the job do the same.
+
+    `encode` and `merge` are what an exchange does before and after a message, by wire; `reduce` adds a worker's values
+    to another's; `mix` writes the result into the parameters.
+    """
+
+    encode: dict[str, float]
+    merge: dict[str, float]
+    reduce: float
+    mix: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def probe_processing(meet: Meet, nbytes: int = NBYTES) -> Processing:
+    """Measure this worker. Collective: `meet(name)` returns when all workers have called it."""
+    elements = nbytes // 4
+    x, out = torch.randn(elements), torch.randn(elements)
+    encode: dict[str, float] = {}
+    merge: dict[str, float] = {}
+    for name, wire in WIRES.items():
+        meet(f"wire-{name}")
+        before, after = _exchange(wire, x, out)
+        merge[name] = nbytes / after
+        if not wire.lossless(x.dtype):
+            encode[name] = nbytes / before
+    meet("reduce")
+    reduce = _median(lambda: torch.add(x, out, out=out))
+    meet("mix")
+    mix = _median(lambda: x.lerp_(out, 0.5))
+    return Processing(encode, merge, nbytes / reduce, nbytes / mix)
+
+
+def _exchange(wire: Wire, x: Tensor, out: Tensor) -> tuple[float, float]:
+    """Seconds before and after the messages of a swap of `x`."""
+    whole = (Piece(1, 0, x.numel(), 0.5),)
+    scratch = Scratch()
+    before, after = [], []
+    for _ in range(REPEATS):
+        steps = exchange((Step("swap", "x", True, whole, whole),), x, out, wire, scratch, lazy=False)
+        start = clock()
+        batch = next(steps)
+        before.append(clock() - start)
+        for (_, sent), (_, received) in zip(batch.sends, batch.recvs, strict=True):
+            received.copy_(sent)
+        start = clock()
+        try:
+            next(steps)
+        except StopIteration:
+            after.append(clock() - start)
+    return statistics.median(before[1:]), statistics.median(after[1:])
+
+
+def _median(work: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        start = clock()
+        work()
+        times.append(clock() - start)
+    return statistics.median(times[1:])
+
+
+class CpuMeter:
+    """CPU seconds of this process, all threads, between `start()` and `seconds()`."""
+
+    def __init__(self) -> None:
+        self._since = time.process_time()
+
+    def start(self) -> None:
+        self._since = time.process_time()
+
+    def seconds(self) -> float:
+        return time.process_time() - self._since

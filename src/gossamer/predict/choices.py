@@ -1,0 +1,187 @@
+"""Everything a user could choose, as predictions: methods, gradients, wires, frequency, staleness, bucket plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from gossamer.errors import InputError
+from gossamer.predict.cluster import ClusterSpec, MiB
+from gossamer.predict.methods import WIRES, Method, parse
+from gossamer.predict.predict import predict
+from gossamer.predict.simulator import ExchangePolicy, Result
+from gossamer.topology import Layout, Topology, build, entries
+
+SIZES = (10.0, 100.0)  # MiB, around the engine's own choice (at most 25)
+IN_FLIGHT = (8,)  # fewer exchanges in flight than the engine's 4 are never faster in this model
+EVERY = (2, 4, 8, 16, 32)
+STALENESS = (1, 2)
+FRAGMENTS = (2, 4, 8)
+MOST_BUCKETS = 128  # more buckets only add latency, and time to predict
+ENGINE = ExchangePolicy()
+Gradients = Literal["worker", "node"]
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """How a model is cut into buckets and how many are in flight, where it differs from the engine's own choice.
+
+    For DDP, `bucket_mb` is torch's `bucket_cap_mb`, and the rest has no meaning.
+    """
+
+    bucket_mb: float | None = None
+    in_flight: int = ENGINE.in_flight
+    stagger: bool = ENGINE.stagger
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The fields that are not the defaults."""
+        default = BucketPlan()
+        names = ("bucket_mb", "in_flight", "stagger")
+        return {n: getattr(self, n) for n in names if getattr(self, n) != getattr(default, n)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to train. `algorithm` is the engine's name, or "ddp"; "atc" has no method name of its own."""
+
+    method: Method
+    algorithm: str
+    gradients: Gradients = "worker"
+    every: int = 1
+    staleness: int = 0
+    fragments: int = 1
+    outer: bool = False
+    plan: BucketPlan = BucketPlan()
+
+    @property
+    def ddp(self) -> bool:
+        return self.algorithm == "ddp"
+
+    @property
+    def synchronous(self) -> bool:
+        return self.algorithm in ("awc", "atc")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The settings besides the method that are not the defaults of `Choice`."""
+        named: dict[str, Any] = {"algorithm": "atc"} if self.algorithm == "atc" else {}
+        named |= {"gradients": "node"} if self.gradients == "node" else {}
+        named |= {"every": self.every} if self.every > 1 else {}
+        named |= {"staleness": self.staleness} if self.staleness else {}
+        named |= {"fragments": self.fragments} if self.fragments > 1 else {}
+        named |= {"outer": "nesterov"} if self.outer else {}
+        return named | self.plan.options
+
+    def layout(self, cluster: ClusterSpec) -> Layout:
+        """The replicas that gossip: the workers, or the nodes."""
+        return Layout.of([1] * cluster.nodes) if self.gradients == "node" else cluster.layout
+
+    def topology(self, cluster: ClusterSpec) -> Topology:
+        return build(self.method.topology or "", self.layout(cluster))
+
+    def policy(self, cluster: ClusterSpec) -> ExchangePolicy:
+        """Return what the engine does."""
+        period = self.topology(cluster).period
+        if self.plan.bucket_mb is not None:
+            buckets = max(1, math.ceil(cluster.model.bytes / max(1, round(self.plan.bucket_mb * MiB))))
+            buckets = -(-buckets // self.fragments) * self.fragments
+        else:
+            buckets = cluster.model.buckets_for(period, self.fragments)
+        return ExchangePolicy(
+            buckets,
+            self.plan.stagger,
+            in_flight=self.plan.in_flight,
+            combine="atc" if self.algorithm == "atc" else "awc",
+            every=self.every,
+            staleness=self.staleness,
+            fragments=self.fragments,
+            outer=self.outer,
+        )
+
+    def predict(self, cluster: ClusterSpec, steps: int, seed: int) -> Result:
+        """Predict this choice."""
+        if self.ddp:
+            size = {"bucket_mb": self.plan.bucket_mb} if self.plan.bucket_mb is not None else {}
+            return predict(self.method, cluster.changed(ddp=size), steps=steps, seed=seed)
+        if self.method.algorithm == "local":
+            return predict(self.method, cluster, steps=steps, seed=seed, policy=ExchangePolicy(every=self.every))
+        if self.method.package != "gossamer" and self.plan.bucket_mb is not None:
+            buckets = max(1, math.ceil(cluster.model.bytes / (self.plan.bucket_mb * MiB)))
+            return predict(self.method, cluster.changed(model={"buckets": buckets}), steps=steps, seed=seed)
+        own = self.method.package == "gossamer" and not self.method.asynchronous
+        policy = self.policy(cluster) if own else None
+        rounds = max(20, -(-steps // self.every), 4 * self.fragments)
+        inside = self.gradients == "node"
+        return predict(self.method, cluster, steps=rounds, seed=seed, policy=policy, exact_inside=inside)
+
+
+def default_plan(cluster: ClusterSpec) -> BucketPlan:
+    """Return the engine's plan, or one with the number of buckets in the cluster description."""
+    wanted = cluster.model.buckets
+    if wanted is None:
+        return BucketPlan()
+    exact = cluster.model.bytes / wanted / MiB
+    return BucketPlan(bucket_mb=math.ceil(exact * 1e4) / 1e4)  # rounded up: not one bucket more
+
+
+def baselines(cluster: ClusterSpec) -> list[Choice]:
+    """Return DDP in fp32 and bf16, with several bucket sizes."""
+    plans = [BucketPlan(), *(BucketPlan(bucket_mb=s) for s in SIZES if s != cluster.ddp.bucket_mb)]
+    return [Choice(parse(f"ddp:{wire}"), "ddp", plan=p) for wire in ("fp32", "bf16") for p in plans]
+
+
+def gossip(cluster: ClusterSpec) -> Iterator[Choice]:
+    """Yield every topology, algorithm and kind of gradients in fp32, under the default plan."""
+    plan = default_plan(cluster)
+    several = cluster.nodes > 1 and cluster.layout.n > cluster.nodes
+    kinds: tuple[Gradients, ...] = ("worker", "node") if several else ("worker",)
+    for gradients in kinds:
+        for e in entries():
+            try:
+                topology = build(e.name, Choice(parse("dadam"), "awc", gradients).layout(cluster))
+            except InputError:  # a topology that does not exist for so many workers
+                continue
+            if not topology.connected:
+                continue
+            for algorithm in ("awc", "atc"):
+                yield Choice(parse(f"gossipadam:{e.name}"), algorithm, gradients, plan=plan)
+            if gradients == "worker":
+                for name in ("ad-psgd", "a2cid2"):
+                    yield Choice(parse(f"{name}:{e.name}"), name)
+
+
+def coarser(choice: Choice) -> list[Choice]:
+    """Return the choice on the wires that send fewer bytes."""
+    name, topology = choice.method.name, choice.method.topology
+    return [replace(choice, method=parse(f"{name}:{topology}:{w}")) for w in WIRES if w != "fp32"]
+
+
+def refined(cluster: ClusterSpec, choice: Choice) -> list[Choice]:
+    """Return the variants of a synchronous choice: fewer exchanges, staleness, other bucket plans."""
+    if not choice.synchronous:
+        return []
+    made = [replace(choice, every=k) for k in EVERY]
+    if choice.algorithm == "awc":
+        made += [replace(choice, staleness=s) for s in STALENESS]
+        made += [replace(choice, every=k, outer=True) for k in EVERY]
+        made += [replace(choice, fragments=f) for f in FRAGMENTS]
+    own = choice.plan
+    plans = [] if cluster.model.buckets is not None else [BucketPlan(bucket_mb=s) for s in SIZES]
+    plans += [BucketPlan(own.bucket_mb, in_flight=f) for f in IN_FLIGHT] + [BucketPlan(own.bucket_mb, stagger=False)]
+    seen = {_effect(choice, cluster)}
+    for plan in plans:
+        other = replace(choice, plan=plan)
+        effect = _effect(other, cluster)
+        if effect[0] <= MOST_BUCKETS and effect not in seen:
+            seen.add(effect)
+            made.append(other)
+    return made
+
+
+def _effect(choice: Choice, cluster: ClusterSpec) -> tuple[int, int, bool]:
+    """What a bucket plan changes in the prediction."""
+    policy, period = choice.policy(cluster), choice.topology(cluster).period
+    return policy.buckets, min(policy.in_flight, policy.buckets), policy.stagger and period > 1 and policy.buckets > 1

@@ -1,0 +1,325 @@
+"""Advice: what is ranked, what is charged, when it says keep DDP, and lines that run when they are pasted."""
+
+import json
+import re
+
+import pytest
+import torch
+
+import gossamer
+from gossamer.cli import main
+from gossamer.engine.policies import Settings
+from gossamer.predict import changes
+from gossamer.predict.advise import advise
+from gossamer.predict.choices import Choice
+from gossamer.predict.cluster import from_dict, load
+from gossamer.predict.evidence import quality_factor
+from gossamer.predict.methods import WIRES, parse
+from gossamer.predict.paste import lines
+from gossamer.predict.predict import predict
+from gossamer.predict.presets import PRESETS
+from gossamer.predict.quality import predict_quality
+from gossamer.topology import Layout, build, entries
+
+COSTS = {
+    "encode_gb_per_s": {"bf16": 4.0, "fp16": 2.0, "int8": 0.6},
+    "merge_gb_per_s": {"fp32": 8.0, "bf16": 1.0, "fp16": 0.8, "int8": 0.4},
+    "reduce_gb_per_s": 8.0,
+    "mix_gb_per_s": 8.0,
+    "update_gb_per_s": {"adam": 2.0, "gossipadam": 1.5},
+    "transfer_cpu_gb_per_s": 1.0,
+    "bucket_us": 20,
+    "step_us": 300,
+    "cores": 1.0,
+}
+
+
+def described(gbps=0.5, nodes=2, per_node=2, mb=10, jitter="none", costs=COSTS, **compute):
+    data = {
+        "nodes": nodes,
+        "per_node": per_node,
+        "links": {"inter": {"bandwidth_gbps": gbps, "latency_us": 50}, "intra": {"bandwidth_gbps": 20}},
+        "compute": {"seconds": 0.1, "jitter": jitter, **compute},
+        "model": {"mb": mb},
+    }
+    return from_dict({**data, "costs": costs} if costs else data)
+
+
+def one_machine(mb=260):
+    """Two workers on one node of two cores, as the README's path measures it; compute is a guess on all cores."""
+    allreduce = {"per_node": [2], "seconds": [[1e6, 6e-4], [6.7e7, 0.04]], "cpu_gb_per_s": 1.8, "bf16_slowdown": 1.4}
+    data = {
+        "nodes": 1,
+        "per_node": 2,
+        "links": {"intra": {"bandwidth_gbps": 20, "latency_us": 30}},
+        "compute": {"seconds": 0.1, "cores": 1.0, "source": "guess"},
+        "model": {"mb": mb},
+        "costs": {**COSTS, "allreduce": allreduce},
+    }
+    return from_dict(data)
+
+
+def test_one_machine_keeps_ddp():
+    """The case that advice got wrong: on one machine int8 saves no time, because encoding costs more than sending."""
+    found = advise(one_machine(), steps=30)
+    assert found.recommendation["verdict"] == "keep DDP"
+    assert found.recommendation["method"] == "ddp"
+    rows = {r.method: r for r in found.table if r.choice.plan.options == {} and r.choice.every == 1}
+    assert rows["gossipadam:complete:int8"].step_time > 1.5 * rows["ddp"].step_time
+    assert any("compute is a guess" in note for note in found.notes)
+    assert any("one node was measured" in note for note in found.notes)
+    asked = {s["if"] for s in found.sensitivity}
+    assert not any("node" in what or "bandwidth" in what for what in asked)  # the model may not speak about them
+    assert {"twice the compute", "half the compute", "no jitter", "30 % jitter"} <= asked
+
+
+def test_every_cost_is_charged():
+    """Each rate of the description changes the step time of the methods that it concerns."""
+    # compute on all cores: communication takes its time from it
+    cluster = described(gbps=100, mb=50, cores=1.0)
+
+    def time(method, **changed):
+        where = cluster.changed(costs=changed) if changed else cluster
+        return predict(method, where, steps=20).step_time
+
+    slow = {"int8": 0.01, "bf16": 0.01}
+    assert time("dadam:aer:int8", encode_gb_per_s=slow) > 2 * time("dadam:aer:int8")
+    assert time("dadam:aer:int8", merge_gb_per_s=slow) > 2 * time("dadam:aer:int8")
+    assert time("dadam:aer", encode_gb_per_s=slow) == time("dadam:aer")
+    assert time("dadam:aer", reduce_gb_per_s=0.01) > 2 * time("dadam:aer")
+    assert time("dadam:aer", mix_gb_per_s=0.5) == pytest.approx(time("dadam:aer") + 0.05 / 0.5 - 0.05 / 8, rel=1e-3)
+    assert time("dadam:aer", step_us=50_300) == pytest.approx(time("dadam:aer") + 0.05, rel=1e-3)
+    assert time("dadam:aer", bucket_us=10_020) == pytest.approx(time("dadam:aer") + 0.01 * 4, rel=1e-3)
+    assert time("dadam:aer", transfer_cpu_gb_per_s=0.1) > 1.5 * time("dadam:aer")
+    assert time("ddp:bf16", encode_gb_per_s=slow) > 2 * time("ddp:bf16")
+    assert time("ddp", ddp_us=50_000) == pytest.approx(time("ddp") + 0.05, rel=1e-3)
+    slower = {"adam": 0.5, "gossipadam": 0.25}
+    assert time("ddp", update_gb_per_s=slower) == pytest.approx(time("ddp") + 0.1 - 0.025, rel=1e-3)
+    assert time("gossipadam:aer", update_gb_per_s=slower) > time("dadam:aer", update_gb_per_s=slower) + 0.09
+    measured = {"per_node": (2, 2), "seconds": ((1e3, 1.0), (1e9, 2.0))}
+    spec = from_dict({**described().model_dump(), "costs": {**COSTS, "allreduce": measured}}).costs.allreduce
+    assert time("ddp", allreduce=spec) > 1
+    idle = cluster.changed(compute={"cores": 0.0})
+    assert predict("dadam:complete", idle, steps=20).step_time < time("dadam:complete")  # nothing competes
+
+
+def test_exact_inside_charges_the_average_and_the_gather():
+    cluster = described(per_node=4)
+    inside = predict("dadam:aer", cluster, steps=40, exact_inside=True).step_time
+    slow = cluster.changed(links={"intra": cluster.links.intra.model_copy(update={"bandwidth_gbps": 0.05})})
+    assert predict("dadam:aer", slow, steps=40, exact_inside=True).step_time > 2 * inside
+    few = cluster.changed(links={"inter": cluster.links.inter.model_copy(update={"bandwidth_gbps": 0.05})})
+    assert predict("dadam:aer", few, steps=40, exact_inside=True).step_time > 2 * inside
+
+
+@pytest.fixture
+def run(capsys):
+    def call(line, code=0):
+        assert main(line.split()) == code
+        out, err = capsys.readouterr()
+        if code:
+            assert re.fullmatch(r"gossamer: error: [^\n]+\n", err)
+            return err
+        return json.loads(out) if "--json" in line else out
+
+    return call
+
+
+def test_everything_is_ranked_by_its_score(run):
+    got = run("advise a40 --steps 30 --json")
+    table = got["table"]
+    kinds = {(r["algorithm"], r["gradients"]) for r in table}
+    assert kinds == {
+        ("ddp", "worker"), ("awc", "worker"), ("atc", "worker"), ("awc", "node"), ("atc", "node"),
+        ("ad-psgd", "worker"), ("a2cid2", "worker"),
+    }  # fmt: skip
+    names = {r["method"].split(":")[1] for r in table if r["algorithm"] == "awc"}
+    assert names == {e.name for e in entries() if build(e.name, Layout.of([4] * 4)).connected}
+    assert {parse(r["method"]).wire for r in table if r["algorithm"] == "awc"} == set(WIRES)
+    assert {r["every"] for r in table} >= {1, 2, 4, 8, 16, 32}
+    assert {r["staleness"] for r in table} == {0, 1, 2}
+    assert {r["fragments"] for r in table} == {1, 2, 4, 8}
+    assert any(r["outer"] for r in table)
+    assert {r["options"].get("bucket_mb") for r in table if r["algorithm"] == "ddp"} == {None, 10, 100}
+    for r in table:
+        if r["algorithm"] in ("ddp", "awc", "atc"):
+            assert r["score"] == pytest.approx(r["step_time"] * r["quality"]["value"])
+        assert r["quality"]["low"] <= r["quality"]["value"] <= r["quality"]["high"]
+        assert r["quality"]["evidence"]
+    ddp = min((r for r in table if r["algorithm"] == "ddp"), key=lambda r: r["step_time"])
+    assert ddp["method"] == "ddp:bf16"
+    assert ddp["saving"] == 0
+    assert ddp["saving_fp32"] > 0.3
+    chosen = got["recommendation"]
+    assert (chosen["verdict"], chosen["best_allreduce"]) == ("gossip", "ddp:bf16")
+    assert chosen["options"]["gradients"] == "node"
+    assert chosen["gain_range"][0] < chosen["gain"] < chosen["gain_range"][1]
+    assert any("half of the GPU's memory bandwidth" in note for note in got["notes"])
+    text = run("advise a40 --steps 30")
+    assert "assumed, not measured" in text
+    assert "What would change the answer" in text
+
+
+def test_the_threshold_is_the_users(run, tmp_path):
+    (tmp_path / "c.toml").write_text(gossamer_toml(described(gbps=1.0)))
+    gain = run(f"advise {tmp_path / 'c.toml'} --steps 30 --json")["recommendation"]["best_gossip_gain"]
+    assert 0.02 < gain < 0.9
+    for worth, verdict in ((gain - 0.01, "gossip"), (gain + 0.01, "keep DDP")):
+        got = run(f"advise {tmp_path / 'c.toml'} --steps 30 --worth {worth} --json")["recommendation"]
+        assert got["verdict"] == verdict
+
+
+def gossamer_toml(cluster):
+    from gossamer.predict.cluster import to_toml
+
+    return to_toml(cluster)
+
+
+def test_without_costs_only_fp32_is_recommended():
+    found = advise(described(costs=None), steps=30)
+    assert parse(found.recommendation["method"]).wire == "fp32"
+    assert any("no [costs]" in note for note in found.notes)
+
+
+def test_a_gain_from_jitter_is_called_that():
+    cluster = described(gbps=100, nodes=8, per_node=1, jitter="gaussian:0.3", mb=1)
+    found = advise(cluster, steps=60).recommendation
+    assert found["verdict"] == "gain is jitter only"
+    assert found["method"].startswith("ddp")  # the jitter is only described
+    assert "without the described, not measured jitter" in found["why"]
+    assert advise(cluster.changed(compute={"jitter": "none"}), steps=60).recommendation["verdict"] == "keep DDP"
+    seen = cluster.changed(compute={"source": "measured"})
+    assert not advise(seen, steps=60).recommendation["method"].startswith("ddp")
+
+
+def test_fast_links_keep_ddp():
+    found = advise(described(gbps=400), steps=30).recommendation
+    assert found["verdict"] == "keep DDP"
+    assert "compute hides the all-reduce" in found["why"]
+    assert "DistributedDataParallel" in found["lines"][0]
+
+
+def test_starved_asynchronous_methods_are_not_recommended():
+    """On a starved network asynchronous workers race ahead without averaging: fast, but not recommended."""
+    found = advise(described(gbps=0.01, nodes=4), steps=40)
+    starved = next(r for r in found.table if r.method == "ad-psgd:ring")
+    assert starved.exchanges_per_step < 0.2
+    assert starved.step_time <= 1.01 * min(r.step_time for r in found.table if r.choice.every == 1)
+    assert not found.recommendation["method"].startswith(("ad-psgd", "a2cid2"))
+
+
+def test_a_slow_network_is_offered_fewer_exchanges():
+    found = advise(described(gbps=0.01, nodes=4), steps=40)
+    assert found.recommendation["verdict"] == "gossip"
+    assert found.recommendation["options"]["every"] > 1
+
+
+def test_quality_factor():
+    def factor(**given):
+        return quality_factor(**{"replicas": 4, "rounds": 2, **given})
+
+    assert quality_factor(replicas=1, rounds=1).value == 1
+    assert 1 < factor().value < factor(rounds=4).value < factor(replicas=16, rounds=4).value < 1.4
+    assert factor(rounds=200).value > factor(rounds=20).value
+    assert factor(wire="int8").value > factor(wire="bf16").value
+    assert "quality-paired" in factor().evidence
+    assert "extrapolated" in factor(rounds=200).evidence
+    assert factor(rounds=None).high <= 4
+    own = predict_quality(100.0, 32, 128)
+    assert "noise scale of your run" in factor(noise=own).evidence
+
+
+def test_bandwidth_scales_pairs_and_measured_times():
+    data = described().model_dump()
+    data["links"]["pairs"] = [{"nodes": [0, 1], "bandwidth_gbps": 0.1, "by_size": [[1e6, 0.09]]}]
+    data["costs"]["allreduce"] = {"per_node": [2, 2], "seconds": [[1e6, 0.2], [1e7, 2.0]]}
+    cluster = from_dict(data)
+    now, fast = (predict("ddp", c, steps=20).step_time for c in (cluster, changes.with_bandwidth(cluster, 2)))
+    assert fast < 0.6 * now
+    scaled = changes.with_bandwidth(cluster, 2).links.pairs[0]
+    assert scaled.bandwidth_gbps == 0.2
+    assert scaled.by_size[0][1] == pytest.approx(0.09 - 0.04)
+
+
+@pytest.mark.parametrize(("nodes", "link"), [("--nodes 2", ""), ("", "--link 1gbit --nodes 2")])
+def test_questions_about_nodes_that_were_not_measured(run, tmp_path, nodes, link):
+    (tmp_path / "one.toml").write_text(gossamer_toml(one_machine(8)))
+    if not link:
+        assert "pass --link RATE" in run(f"advise {tmp_path / 'one.toml'} {nodes}", code=2)
+        return
+    got = run(f"advise {tmp_path / 'one.toml'} {link} --steps 20 --json")
+    assert "twice the nodes" in {s["if"] for s in got["sensitivity"]}
+
+
+# -- the lines to paste -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buckets", [None, 9])
+def test_every_line_says_what_was_predicted(buckets):
+    """Each row's lines name real arguments with values that the engine takes."""
+    layout = Layout.of([2] * 4)
+    cluster = described(gbps=20, nodes=4, mb=260).changed(model={"buckets": buckets})
+    far = cluster.links.inter.model_copy(update={"latency_us": 20_000.0})
+    options_seen = set()
+    for row in advise(cluster.changed(links={"inter": far}), steps=20).table:
+        choice, calls = row.choice, []
+        if choice.ddp:
+            continue
+        *_, line = lines(choice)
+        spy = type("Spy", (), {"__getattr__": lambda _, name: getattr(gossamer, name)})()
+        spy.decentralize = lambda model, optimizer, calls=calls, **given: calls.append(given)
+        exec(line, {"model": None, "optimizer": None, "gossamer": spy})
+        (given,) = calls
+        topology = build(given.pop("topology"), layout)
+        settings = Settings.of(**given)
+        assert topology.name == build(choice.method.topology, layout).name
+        assert (settings.algorithm.name, settings.wire) == (choice.algorithm, choice.method.wire)
+        if choice.synchronous:
+            assert (settings.algorithm.every, settings.gradients) == (choice.every, choice.gradients)
+            assert getattr(settings.algorithm, "staleness", 0) == choice.staleness
+            assert settings.algorithm.fragments == choice.fragments
+            assert (settings.algorithm.outer is not None) == choice.outer
+        plan = choice.plan.options
+        assert {k: getattr(settings.exchange, {"bucket_mb": "bucket_mib"}.get(k, k)) for k in plan} == plan
+        options_seen |= set(choice.options)
+        if buckets and choice.synchronous and choice.fragments == 1:
+            assert -(-260_000_000 // round(settings.exchange.bucket_mib * 2**20)) == buckets
+    assert {"every", "staleness", "gradients", "algorithm"} <= options_seen
+
+
+CHOICES = [
+    Choice(parse("gossipadam:one-peer-exponential:bf16"), "awc", "node"),
+    Choice(parse("gossipadam:aer"), "atc", every=2),
+    Choice(parse("gossipadam:ring:int8"), "awc", staleness=1),
+    Choice(parse("gossipadam:ring"), "awc", fragments=2),
+    Choice(parse("gossipadam:complete"), "awc", every=4, outer=True),
+    Choice(parse("ad-psgd:complete"), "ad-psgd"),
+    Choice(parse("a2cid2:ring"), "a2cid2"),
+    Choice(parse("ddp:bf16"), "ddp"),
+    Choice(parse("ddp"), "ddp"),
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: f"{c.method} {c.options}")
+def test_pasted_lines_train(choice, tmp_path):
+    """The lines run as they are, in a job of one worker, and the model takes a step."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    names = {"model": torch.nn.Linear(4, 4), "lr": 0.1, "torch": torch, "gossamer": gossamer}
+    try:
+        exec("\n".join(lines(choice)), names)
+        model = names["model"]
+        optimizer = names.get("optimizer") or torch.optim.SGD(model.parameters(), lr=0.1)
+        before = [p.detach().clone() for p in model.parameters()]
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        if "gossip" in names:
+            names["gossip"].close()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_say_what_they_assume(name):
+    assert "memory bandwidth" in load(name).costs.assumed
