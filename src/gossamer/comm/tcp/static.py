@@ -99,7 +99,7 @@ class StaticLinks:
         while not self._stopped.is_set() and peer.link is None and not peer.dead:
             failed = self._transport.failed()
             if failed is not None:
-                peer.dead = f"did not connect; worker {failed} has failed"
+                peer.dead = f"did not connect: worker {failed} has failed"
             elif dials and self.links.connect(peer):
                 return
             if self._stopped.wait(RETRY if dials else PROBE) or peer.link is not None:
