@@ -55,11 +55,11 @@ def chaos(
     compute: Annotated[float, typer.Option(metavar="S", help="Emulated seconds of compute per step.")] = 0.15,
     link: Annotated[str, typer.Option(metavar="RATE", help="Every node's link: 100mbit, or none.")] = "100mbit",
     soft_deadline: Annotated[
-        float, typer.Option(metavar="S", help="Seconds that a step waits for a late neighbor.")
-    ] = 0.5,
+        float | None, typer.Option(metavar="S", help="Seconds that a step waits for a late neighbor; default: learned.")
+    ] = None,
     hard_deadline: Annotated[
-        float, typer.Option(metavar="S", help="Seconds of silence after which a worker counts as dead.")
-    ] = 5.0,
+        float | None, typer.Option(metavar="S", help="Seconds of silence that mean death; default: learned.")
+    ] = None,
     network: Annotated[
         str | None, typer.Option(metavar="KIND", help="namespaces, or loopback (no cuts); see docs/lab.md.")
     ] = None,

@@ -92,10 +92,10 @@ class RunConfig(BaseModel):
     """When a worker dies: end the run, or continue without the worker and replace it."""
     max_replacements: Whole = 3
     """Largest number of dead workers that are replaced in a run, with --on-failure continue."""
-    soft_deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.5
-    """Seconds that a step waits for a late neighbor before it proceeds, with --on-failure continue."""
-    hard_deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
-    """Seconds of silence after which a worker counts as dead, with --on-failure continue."""
+    soft_deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Seconds that a step waits for a late neighbor, with --on-failure continue. By default learned per neighbor."""
+    hard_deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Seconds of silence after which a worker is dead, with --on-failure continue. By default learned, at least 5."""
     checkpoint_every: Whole = 0
     """Steps between checkpoints; 0 saves only at the end and when the run is interrupted."""
     save_final: bool = True
@@ -126,10 +126,11 @@ class RunConfig(BaseModel):
                 raise ValueError(
                     f"on_failure 'continue' cannot be combined with {' and '.join(unfit)}; leave out either"
                 )
-            if self.soft_deadline > self.hard_deadline:
+            soft, hard = self.soft_deadline, self.hard_deadline
+            if soft is not None and hard is not None and soft > hard:
                 raise ValueError(
-                    f"soft_deadline {self.soft_deadline:g} (proceed without a late neighbor) must not be longer than "
-                    f"hard_deadline {self.hard_deadline:g} (a silent worker is dead)"
+                    f"soft_deadline {soft:g} (proceed without a late neighbor) must not be longer than "
+                    f"hard_deadline {hard:g} (a silent worker is dead)"
                 )
         return self
 

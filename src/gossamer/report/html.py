@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping
 from importlib.resources import files
 
 
-def page(title: str, parts: Iterable[str]) -> str:
-    """Return a complete HTML page with these parts as its body."""
+def page(title: str, parts: Iterable[str], more_script: str = "") -> str:
+    """Return a complete HTML page with these parts as its body; `more_script` follows the script of all pages."""
     static = files("gossamer.report") / "static"
     style, script = ((static / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>\n{style}</style></head><body>\n'
         + "\n".join(parts)
-        + f"\n<script>\n{script}</script></body></html>\n"
+        + f"\n<script>\n{script}{more_script}</script></body></html>\n"
     )
 
 

@@ -4,6 +4,7 @@
 """
 
 from gossamer.comm.tcp.directory import DirectoryClient, HostedDirectory, Unreachable, look
+from gossamer.comm.tcp.edge_deadlines import SILENT
 from gossamer.comm.tcp.frame import Ask, Refused, Verdict, digest
 from gossamer.comm.tcp.links import send_state
 from gossamer.comm.tcp.membership import Membership
@@ -12,6 +13,7 @@ from gossamer.comm.tcp.rendezvous import Arrival, Rendezvous
 from gossamer.comm.tcp.transport import TcpChannel, TcpTransport
 
 __all__ = [
+    "SILENT",
     "Arrival",
     "Ask",
     "DirectoryClient",

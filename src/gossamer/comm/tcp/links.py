@@ -37,6 +37,7 @@ class LinkTable:
         hello: Returns what this worker says about itself in a handshake.
         on_frame: Called with every frame that is not a message of an exchange, by the thread that read it.
         on_closed: Called when a link has closed, except by `close`.
+        arrived: Called with the sender of a message, and how late the message was.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class LinkTable:
         hello: Callable[[], Hello],
         on_frame: Callable[[Peer, FrameHeader, bytes], None],
         on_closed: Callable[[Peer], None],
+        arrived: Callable[[int, float], None] = lambda sender, lag: None,
     ):
         self.rank, self.run, self.longest = rank, run, longest
-        self.inbox = Inbox()
+        self.inbox = Inbox(arrived)
         self.peers: dict[int, Peer] = {}
         self.refusals: dict[int, int] = {}  # by rank, -1 for strangers
         self.last_refusal = ""

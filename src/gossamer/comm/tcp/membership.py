@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from gossamer.comm.tcp.directory import Unreachable
+from gossamer.comm.tcp.edge_deadlines import SILENT, EdgeDeadlines
 from gossamer.comm.tcp.frame import Ask, FrameHeader, Hello, Kind, Refused, Verdict
 from gossamer.comm.tcp.link import Peer
 from gossamer.comm.tcp.links import LinkTable
@@ -44,7 +45,8 @@ class Membership:
     Args:
         arrival: How this worker found the job. If it is joining, call `admit` once it has a member's state.
         longest: The largest message, in bytes, that this job can have.
-        hard_deadline: Seconds of silence after which a member counts as dead.
+        soft_deadline: Seconds to wait for a peer in an exchange; None: learned per edge.
+        hard_deadline: Seconds of silence after which a member counts as dead; None: learned from its heartbeats.
         serve: Takes over a connection over which another worker asks for this worker's state.
         observers: Returns the ranks of a record that watch a given rank. Default: all of them.
         margin: Rounds, or events, until the plan for new members is followed.
@@ -54,7 +56,8 @@ class Membership:
         self,
         arrival: Arrival,
         longest: int,
-        hard_deadline: float,
+        soft_deadline: float | None,
+        hard_deadline: float | None,
         serve: Callable[[socket.socket, Ask], None],
         observers: Callable[[Record, int], set[int]] = lambda record, rank: set(record.members),
         margin: int = MARGIN,
@@ -64,10 +67,15 @@ class Membership:
         self.record = Record(0, {}, [0] * arrival.lanes)
         self._rounds = [0] * arrival.lanes
         self._serve, self._margin = serve, margin
+        self.deadlines = EdgeDeadlines(soft_deadline)
+        self.decided = -1  # the latest stage of a meeting that is decided, as far as this worker has heard
+        self._news = threading.Condition()
         self._stopped = threading.Event()
         self._hurry = threading.Event()  # read the record now
         self._following = threading.Lock()
-        self.links = LinkTable(self.rank, self.run, longest, self._hello, self._on_frame, self._on_closed)
+        self.links = LinkTable(
+            self.rank, self.run, longest, self._hello, self._on_frame, self._on_closed, self.deadlines.arrived
+        )
         self._liveness = Liveness(
             self.links, hard_deadline, lambda: self.record.members, self._heartbeat, self._hurry.set
         )
@@ -77,7 +85,7 @@ class Membership:
             self.directory,
             observers,
             lambda member: self.links.is_alive(member.address, member.incarnation),
-            2 * hard_deadline,
+            2 * (SILENT if hard_deadline is None else hard_deadline),
         )
         if not arrival.joining:
             self._follow(arrival.record)
@@ -137,6 +145,24 @@ class Membership:
             rounds_after = [k + (at == lane) for at, k in enumerate(self._rounds)]
             payload = json.dumps(rounds_after).encode()
             self.links.send_all(FrameHeader(Kind.JUMPED, self.run, len(payload), epoch=self.record.epoch), payload)
+
+    def announce(self, stage: int) -> None:
+        """Tell all members that a stage of a meeting is decided; the news travels on the links."""
+        with self._news:
+            if stage <= self.decided:
+                return  # passed on already
+            self.decided = stage
+            self._news.notify_all()
+        self.links.send_all(FrameHeader(Kind.DECIDED, self.run, epoch=self.record.epoch, round=stage))
+
+    def await_news(self, stage: int, seconds: float) -> bool:
+        """Wait at most `seconds` for the news that `stage`, or a later one, is decided."""
+        with self._news:
+            return self._news.wait_for(lambda: self.decided >= stage, seconds)
+
+    def hard_deadline(self, rank: int) -> float:
+        """Seconds of silence after which this member counts as dead."""
+        return self._liveness.hard_deadline(self.links.peer(rank))
 
     def judge(self, rank: int, lane: int, verdict: Verdict) -> None:
         """Tell a peer what became of this worker's asynchronous exchanges with it."""
@@ -262,12 +288,15 @@ class Membership:
                 if len(rounds) != len(self._rounds):
                     raise ValueError(f"it has {len(rounds)} lanes, this worker {len(self._rounds)}")
                 if header.kind is Kind.HEARTBEAT:
+                    peer.beat()
                     peer.report(rounds)
                 self.links.inbox.jump(peer.rank, [k - 1 for k in rounds])  # the last round it launched is under way
                 if header.epoch > self.record.epoch:
                     self._hurry.set()
             elif header.kind is Kind.RECORD:
                 self._follow(Record.parse(payload.decode()))
+            elif header.kind is Kind.DECIDED:
+                self.announce(header.round)
             elif header.kind is Kind.LEAVING:
                 peer.dead = "has left"
                 self.links.inbox.lose(peer.rank, "it has left")

@@ -58,7 +58,7 @@ class ElasticAsyncLane(MemberLane, AsyncLane):
                 ranks,
             )
         )
-        for peer in self._plans.neighbors(record, self.rank):
+        for peer in self.neighbors:
             self.metrics.sent.setdefault(peer, 0)
 
     def _reached(self) -> int:

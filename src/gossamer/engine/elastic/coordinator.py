@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from gossamer.comm import Accelerator, Deadline, PeerError, layout_of
-from gossamer.comm.tcp import Arrival, Membership, Record, TcpTransport, Unreachable, digest
+from gossamer.comm.tcp import SILENT, Arrival, Membership, Record, TcpTransport, Unreachable, digest
 from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.elastic.meeting import Attendee, Meetings
 from gossamer.engine.elastic.state_transfer import Progress, StateTransfer
@@ -74,7 +74,8 @@ class ElasticCoordinator(Coordinator):
     ):
         settings = prepared.settings
         assert settings.elastic is not None
-        self.soft_deadline, self.hard_deadline = settings.elastic.soft, settings.elastic.hard
+        soft, hard = settings.elastic.soft, settings.elastic.hard
+        self.hard_deadline = SILENT if hard is None else hard  # of waits that are for no peer in particular
         self.joined = arrival.joining
         self.newcomer = False  # this worker has a member's state, and has taken part in no meeting since
         self._donor_meeting = -1  # the next meeting of the member whose state this worker has
@@ -83,7 +84,7 @@ class ElasticCoordinator(Coordinator):
         parameters = sum(p.numel() * max(8, p.element_size()) for p in prepared.model.parameters())
         margin = MARGIN * (arrival.size if settings.asynchronous else 1)  # events are counted over all workers
         self.members = Membership(
-            arrival, 2**20 + 2 * parameters, settings.elastic.hard, self._transfer.serve, self.plans.neighbors, margin
+            arrival, 2**20 + 2 * parameters, soft, hard, self._transfer.serve, self.plans.neighbors, margin
         )
         self.transport = TcpTransport(self.members, settings.timeout, accelerator)
         try:
@@ -93,7 +94,7 @@ class ElasticCoordinator(Coordinator):
                 self.members.admit(self._donated.rounds)
             elif broadcast:
                 self._donated = self._transfer.broadcast(self.members, arrival.record)
-            self.meetings = Meetings(self.members, settings.timeout, settings.elastic.hard)
+            self.meetings = Meetings(self.members, settings.timeout, self.hard_deadline)
         except BaseException:
             self.transport.close()
             raise
@@ -147,6 +148,8 @@ class ElasticCoordinator(Coordinator):
             given = [lane.donation() for lane in lanes]
             return Progress(rounds, steps, self.meetings.next, self.meetings.parked, given)
 
+        pace = lanes[0].metrics.pace()
+        self.members.deadlines.step = 0.0 if pace is None else pace[0]
         self._transfer.between_steps(progress)
         if self.members.excluded:
             self._join_again(lanes)
@@ -181,7 +184,7 @@ class ElasticCoordinator(Coordinator):
         self.meetings.skip_to(progress.meetings)
         if progress.parked and not self.meetings.parked:
             self.skip_meeting()
-        deadline = Deadline(self.soft_deadline)
+        deadline = Deadline(self.members.deadlines.shortest)
         while len(self.members.record.members) > 1 and not self.members.furthest(0):
             if not deadline.sleep(POLL):  # until a neighbor reports which round the others are in by now
                 break

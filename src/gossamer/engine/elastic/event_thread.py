@@ -185,7 +185,7 @@ class ElasticEventThread(EventThread):
         """Wait for the partner's verdict. Its death, or its exclusion, means that nobody holds the other half."""
         links = self._members.links
         partner, inbox = links.peer(peer), links.inbox
-        deadline = Deadline(2 * self._lane.hard_deadline)  # an edge that stays broken between two members
+        deadline = Deadline(2 * self._members.hard_deadline(peer))  # an edge that stays broken between two members
         with inbox.changed:
             while True:
                 verdict = inbox.verdict(peer, self._lane.index).on(event.number)

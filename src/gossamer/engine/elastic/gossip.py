@@ -68,6 +68,7 @@ class ElasticGossip(Gossip):
             "joined": self.joined,
             "lost_exchanges": sum(lane.lost for lane in self.lanes),
             "given_up_exchanges": sum(lane.given_up for lane in self.lanes),
+            "deadline_seconds_by_peer": {rank: self.members.deadlines.of(rank) for rank in self.lanes[0].neighbors},
             "longest_stall_s": max(lane.longest_stall for lane in self.lanes),
             "refused_by_peer": dict(sorted(refused.items())),
             "last_refusal": why,

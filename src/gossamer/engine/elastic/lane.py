@@ -31,7 +31,6 @@ class ElasticLane(MemberLane, SyncLane):
 
     def __init__(self, parts: LaneParts):
         super().__init__(parts)
-        self._soft = self._job.soft_deadline
         self._deadline = Deadline(0.0)  # of the round in flight
         self._launched = clock()
         self._follow_members()
@@ -68,11 +67,25 @@ class ElasticLane(MemberLane, SyncLane):
             warnings.warn(f"the members have changed: {why}", GossamerWarning, stacklevel=2)
         return record
 
+    def average_id(self) -> int:
+        """Another plan may have averaged other members in a round of the same number."""
+        return (self.k + 1) << 24 | int.from_bytes(self._plan[:3])
+
     def finish(self, *, assisting: bool = False) -> None:
         since = clock()
-        self._deadline = Deadline(self._soft)
+        self._deadline = Deadline(self._remaining())
         super().finish()
         self.longest_stall = max(self.longest_stall, clock() - since)
+
+    def _remaining(self) -> float:
+        """Seconds to wait for the round in flight: the longest deadline of its peers, counted from its launch, and at
+        least the shortest one from now on."""
+        shortest = self._members.deadlines.shortest
+        if self._members.deadlines.fixed is not None:
+            return shortest
+        peers = {peer for job in self.jobs or () if job.stamp is not None and not job.done for peer in job.stamp.peers}
+        longest = max((self.deadline(peer) for peer in peers), default=0.0)
+        return max(shortest, longest - (clock() - self._launched))
 
     def wait(self, job: Job, *, assisting: bool = False) -> None:
         """Wait until the job is done. A round's exchange is dropped at the soft deadline."""
@@ -100,7 +113,7 @@ class ElasticLane(MemberLane, SyncLane):
     def relay(self) -> None:
         """Take part, without a step, in a round that another worker has begun, unless that means to wait."""
         waiting = self.jobs is not None and not all(self.channel.wait(j, 0) for j in self.jobs)
-        if waiting and clock() - self._launched < self._soft:
+        if waiting and clock() - self._launched < self._members.deadlines.shortest:
             return
         if self._members.furthest(self.index) > self.k:
             self.finish()
@@ -115,11 +128,14 @@ class ElasticLane(MemberLane, SyncLane):
         self.finish()
 
     def donation(self) -> dict[str, Any]:
-        return {}
+        return {} if self._anchors is None else {"anchors": self._anchors.state_dict()}
 
     @torch.no_grad()
     def continue_from(self, rounds: int, steps: int, donated: dict[str, Any]) -> None:
         self.adopt()
+        if self._anchors is not None:
+            self._anchors.load_state_dict(donated["anchors"])
+            self._anchors.wanted = False  # the others may have had that average meanwhile
         self.k, self.metrics.steps = rounds, steps
         self._members.advance(self.index, rounds)
         self.launch(combine=False)

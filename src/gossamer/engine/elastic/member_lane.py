@@ -34,6 +34,7 @@ class MemberLane(Lane):
         self.longest_stall = 0.0
         self.meeting: Meeting | None = None
         self.planned = parts.schedule
+        self.neighbors: list[int] = []  # members that this worker exchanges with
         self._plan = bytes(8)
         super().__init__(parts)
 
@@ -41,11 +42,11 @@ class MemberLane(Lane):
 
     def deadline(self, peer: int) -> float:
         """Seconds to wait for `peer` in an exchange."""
-        return self._job.soft_deadline
+        return self._members.deadlines.of(peer)
 
     @property
     def hard_deadline(self) -> float:
-        """Seconds of silence after which a member counts as dead."""
+        """Seconds of a wait that is for no peer in particular."""
         return self._job.hard_deadline
 
     @abstractmethod
@@ -65,7 +66,8 @@ class MemberLane(Lane):
         if isinstance(self.optimizer, ScalesWithReplicas):
             self.optimizer.set_replicas(self.schedule.topology.n)
         self._plan = record.plan(self._plans.description)
-        self._members.watch(self._plans.neighbors(record, self.rank))
+        self.neighbors = sorted(self._plans.neighbors(record, self.rank))
+        self._members.watch(self.neighbors)
         return record
 
     @abstractmethod
