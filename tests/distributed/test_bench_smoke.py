@@ -69,6 +69,18 @@ def test_paced_links_without_root(capsys):
     assert "paced" in why or "not installed" in why
 
 
+def test_local_steps_beside_torchft(capsys):
+    pytest.importorskip("torchft")
+    words = "--network paced --link 4mbit --every 4 --outer nesterov --methods diloco,localsgd,dadam:aer"
+    _, results = bench(capsys, words)
+    for name in ("diloco", "localsgd"):
+        assert results[name]["local_steps"] == 4
+        assert results[name]["bytes_per_step"] == pytest.approx(0.75e6 / 4)
+        assert results[name]["step_ms"] >= 50 + 1500 / 4  # nothing overlaps with an all-reduce of 1.5 s
+        assert results[name]["waiting_ms"]["all-reduce"] > 300
+    assert results["dadam:aer"]["local_steps"] == 4
+
+
 def test_a_fixed_time_counts_the_steps_of_each_worker(capsys):
     _, results = bench(capsys, "--network loopback --seconds 1 --jitter slow-worker:2 --methods ddp,dadam:ring")
     for result in results.values():
@@ -120,3 +132,56 @@ def test_ctrl_c_leaves_nothing_behind():
     assert mine
     assert not [p.name for p in NETNS.iterdir() if str(process.pid) in p.name]
     assert "Traceback" not in process.stderr.read()
+
+
+def test_predicted_times_stand_beside_the_measured_ones(capsys):
+    methods = "ddp,dadam:aer,dadam:aer:int8,ad-psgd:ring"
+    answer, results = bench(capsys, f"--network loopback --methods {methods} --predict --steps 3")
+    assert list(results) == methods.split(",")
+    for r in answer["results"]:
+        assert r["predicted_ms"] >= 50  # the compute
+        assert r["prediction_error"] == pytest.approx(r["predicted_ms"] / r["step_ms"] - 1)
+
+
+def test_paced_links_cannot_be_predicted(capsys):
+    words = "bench --nodes 2 --per-node 1 --network paced --link 8mbit --methods ddp --steps 1 --predict --json"
+    assert main(words.split()) == 2
+    assert "paced links are slowed only in exchanges" in capsys.readouterr().err
+
+
+# -- what held a run up: the cause was planted, and is named ----------------------------------------------------------
+
+
+def held_up(capsys, tmp_path, arguments):
+    """Bench with a timeline, and what `advise --run` says about it."""
+    pytest.importorskip("matplotlib")
+    plan = "--compute 0.05 --model-mb 0.5 --steps 1 --repeats 1 --no-sweep --methods dadam:complete --json"
+    assert main(["bench", *plan.split(), *arguments.split(), "--trace", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["advise", "--run", str(tmp_path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["held_up"]
+    return found
+
+
+def test_a_planted_slow_worker_is_named(capsys, tmp_path):
+    place = "--nodes 3 --per-node 1 --network loopback --jitter slow-worker:8@2"
+    found = held_up(capsys, tmp_path, place)
+    assert (found["kind"], found["cause"]) == ("worker", "worker 2")
+    assert "worker 2" in found["change"]
+
+
+@pytest.mark.requires_root
+@needs_namespaces
+def test_a_planted_slow_link_is_named(capsys, tmp_path):
+    place = "--nodes 3 --per-node 1 --link 400mbit --links 0-2=8mbit"
+    found = held_up(capsys, tmp_path, place)
+    assert (found["kind"], found["cause"]) == ("link", "link 0-2")
+    assert "wire='bf16'" in found["change"]
+
+
+def test_planted_small_buckets_are_named(capsys, tmp_path):
+    found = held_up(capsys, tmp_path, "--nodes 2 --per-node 1 --network loopback --bucket-mb 0.001 --compute 0.01")
+    assert found["kind"] == "buckets"
+    assert "bucket_mib" in found["change"]
+    assert main(["advise", "--run", str(tmp_path)]) == 0
+    assert "buckets of" in capsys.readouterr().out

@@ -15,7 +15,14 @@ from workers import process_group
 import gossamer
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "docs/engine.md", "docs/asynchronous.md", "docs/choosing.md", "docs/thin-links.md"]
+PAGES = [
+    "README.md",
+    "docs/engine.md",
+    "docs/asynchronous.md",
+    "docs/choosing.md",
+    "docs/howto/mixed-precision.md",
+    "docs/thin-links.md",
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 BLOCKS = [(page, block) for page in PAGES for block in BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))]
 

@@ -17,7 +17,7 @@ from gossamer.cli import main
         (["--seed", "-1"], "the seed must be at least 0"),
         (["--calm-runs", "99"], "calm runs must be 0 to 20"),
         (["--compute", "0"], "compute must be from 0.01"),
-        (["--soft-deadline", "9"], "deadlines must satisfy 0 < soft < hard < timeout"),
+        (["--soft-deadline", "9", "--hard-deadline", "5"], "deadlines must satisfy 0 < soft < hard < timeout"),
         (["--method", "ddp"], "does not continue when a worker fails"),
         (["--method", "dadm:aer"], "unknown method"),
         (["--network", "moon"], "--network must be namespaces or loopback"),

@@ -152,6 +152,8 @@ GOOD = {
 
 def test_a_good_run_has_no_problems():
     assert problems(GOOD, soft=0.5) == []
+    assert problems({**GOOD, "longest_stall_s": 1.9}, soft=None) == []
+    assert "stalled for 2.10 s, longer than 2 s" in problems({**GOOD, "longest_stall_s": 2.1}, soft=None)[0]
     assert problems({**GOOD, "longest_stall_s": None, "calm_final_losses": []}, soft=0.5) == []
 
 

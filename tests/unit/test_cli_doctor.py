@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from gossamer.cli import doctor, main
+from gossamer.lab import namespaces
 
 
 def _run(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, object]], bool]:
@@ -51,7 +52,7 @@ def test_an_old_torch_is_not_usable(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_without_iproute2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor.shutil, "which", lambda tool: None)
+    monkeypatch.setattr(namespaces, "find_tool", lambda tool: None)
     code, checks, _ = _run(capsys)
     assert code == 0
     assert checks["namespaces"]["detail"] == "ip and tc not found"
@@ -64,3 +65,13 @@ def test_namespaces_are_removed_again(capsys: pytest.CaptureFixture[str]) -> Non
     _run(capsys)
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True)
     assert f"gossamer-doctor-{os.getpid()}" not in listed.stdout
+
+
+def test_programs_of_the_system_are_found_without_sbin_in_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = namespaces.find_tool("tc")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert namespaces.find_tool("tc") == before
+
+
+def test_every_optional_package_says_what_it_is_for() -> None:
+    assert set(doctor.USED_BY) == set(doctor.OPTIONAL)

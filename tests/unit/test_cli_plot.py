@@ -13,8 +13,8 @@ from browser import needs_browser, shown
 from gossamer.cli import main
 from gossamer.predict.methods import FAMILIES
 from gossamer.report.plots import draw_topology
-from gossamer.report.plots.style import METHOD_COLORS, method_styles
 from gossamer.report.plots.scene import IDLE, TINTS, Panel, Scene
+from gossamer.report.plots.style import METHOD_COLORS, method_styles
 from gossamer.report.plots.topology import MAX_PANELS
 from gossamer.topology import Layout, Round, Topology, build
 

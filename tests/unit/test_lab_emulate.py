@@ -26,6 +26,14 @@ def test_every_parameter_gets_its_own_gradient():
     assert len({g.data_ptr() for g in grads}) == len(grads)
 
 
+def test_busy_compute_uses_the_core():
+    model = EmulatedModel(0.01, 4, 0.2, busy=True)
+    before = time.process_time()
+    model().backward()
+    assert time.process_time() - before > 0.05  # sleeping would use none
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_a_real_optimizer_trains_it():
     model = EmulatedModel(0.01, 2, 0.0, gradient=1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)

@@ -18,6 +18,8 @@ from gossamer.predict.methods import FAMILIES, parse, parse_list
         ("a2cid2:base(k=2)", ("a2cid2", "a2cid2", "sgd", "base(k=2)", "fp32")),
         ("AD-PSGD:ring", ("ad-psgd", "ad-psgd", "sgd", "ring", "fp32")),
         ("decent-dp", ("decent-dp", "awc", "adam", "aer", "fp32")),
+        ("diloco", ("diloco", "local", "adam", None, "fp32")),
+        ("localsgd", ("localsgd", "local", "adam", None, "fp32")),
     ],
 )
 def test_parse(text, fields):
@@ -45,6 +47,8 @@ def test_every_family_parses_by_its_name(name):
         ("dadam:ring:bf16:x", r"write it as dadam\[:TOPOLOGY"),
         ("dadam:", "empty parts"),
         ("decent-dp:aer:bf16", "sends fp32 only"),
+        ("diloco:aer", "has neither topology nor wire; write diloco"),
+        ("localsgd:bf16", "has neither topology nor wire; write localsgd"),
     ],
 )
 def test_mistakes(text, message):
@@ -58,3 +62,12 @@ def test_lists_keep_commas_in_brackets():
         "dadam:base(k=2,seed=1)",
         "dadam:ring",
     ]
+
+
+def test_local_steps_of_each_kind():
+    """`every` is a setting of Gossamer's synchronous methods; diloco and localsgd have local steps in any case."""
+    steps = {name: (parse(name).local_steps(1), parse(name).local_steps(16)) for name in FAMILIES}
+    assert steps["diloco"] == steps["localsgd"] == (8, 16)
+    assert steps["dadam"] == (1, 16)
+    assert steps["ddp"] == steps["decent-dp"] == steps["ad-psgd"] == (1, 1)
+    assert {name for name in FAMILIES if parse(name).exact} == {"ddp", "diloco", "localsgd"}

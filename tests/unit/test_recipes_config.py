@@ -27,7 +27,7 @@ from gossamer.recipes.methods import factor, gossip_settings, learning_rate, mak
         ({"ema": 1.0}, "ema"),
         ({"soft_deadline": 0.0}, "soft_deadline: .*greater than 0"),
         (
-            {"on_failure": "continue", "soft_deadline": 9.0},
+            {"on_failure": "continue", "soft_deadline": 9.0, "hard_deadline": 5.0},
             "soft_deadline 9 .* must not be longer than hard_deadline 5",
         ),
     ],

@@ -244,7 +244,7 @@ def test_a_worker_that_joins_again_does_not_repeat_skipped_frames(pair):
     one.peer(0).link.close("for this test")
     until(lambda: zero.peer(1).link is None)
     send_skipped(one, 0, 7)
-    one.forget_skipped()
+    one.forget_lasting()
     _, waiting = slot(zero, 1, 7, 4)
     assert one.connect(one.peer(0))
     one.send_all(FrameHeader(Kind.HEARTBEAT, RUN))  # is sent after the first frames of the link

@@ -48,6 +48,9 @@ def advise(
         int | None, typer.Option(help="Steps to simulate for each choice.", show_default="120; 60 beyond 64 workers")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the compute times.")] = 0,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a web page: ranking, what-if sliders, lines to paste.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Rank everything you could choose for a cluster by the time to the same loss, and recommend one, or DDP.
@@ -71,6 +74,10 @@ def advise(
                 "learn what held a run up and whether gossip will be as good"
             )
         unused = [name for name, value in asked.items() if value is not None]
+        if html is not None:
+            raise InputError(
+                f"--html {html} shows advice for a cluster, but only --run {run} was given; name a cluster"
+            )
         if unused:
             raise InputError(
                 f"{', '.join(unused)} describes a cluster, but only --run {run} was given; name a cluster as well"
@@ -82,10 +89,22 @@ def advise(
     noise = _noise([run, *folders]) if run is not None else None
     described = _cluster(clusters[0], nodes, per_node, n, link, model_mb)
     advice = make(described, steps=steps, seed=seed, worth=worth, noise=noise)
+    if html is not None:
+        _write_page(html, advice, described, seed, worth)
     if as_json:
         print_json(advice.to_dict())
         return
     _print(advice)
+    if html is not None:
+        typer.echo(f"page: {html}")
+
+
+def _write_page(path: Path, advice: Advice, cluster: ClusterSpec, seed: int, worth: float) -> None:
+    from gossamer.predict.what_if import what_if
+    from gossamer.report.advise_page import write_advice
+
+    name = f"{cluster.name or 'cluster'}, {cluster.layout}, model of {cluster.model.mb:g} MB"
+    write_advice(path, advice.to_dict(), what_if(cluster, advice, seed=seed, worth=worth), name)
 
 
 def _cluster(

@@ -20,6 +20,7 @@ from gossamer.cli.common import (
     layout_from,
     print_json,
     print_rich,
+    refuse_launcher,
     table,
 )
 from gossamer.errors import InputError
@@ -75,7 +76,15 @@ def bench(
     staleness: Annotated[
         int, typer.Option(help="Gossamer: steps that may proceed while a late exchange is in flight.")
     ] = 0,
-    every: Annotated[int, typer.Option(help="Gossamer: steps between two exchanges.")] = 1,
+    every: Annotated[
+        int, typer.Option(help="Gossamer, diloco, localsgd: steps between two exchanges. The latter two: by default 8.")
+    ] = 1,
+    outer: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Gossamer's outer step: nesterov, heavy-ball, accelerated, slowmo."),
+    ] = None,
+    outer_lr: Annotated[float | None, typer.Option(help="Learning rate of the outer step, also of diloco.")] = None,
+    outer_momentum: Annotated[float | None, typer.Option(help="Momentum of the outer step, also of diloco.")] = None,
     fragments: Annotated[int, typer.Option(help="Gossamer: exchange one of so many parts of the model at a time.")] = 1,
     average_every: Annotated[int, typer.Option(help="Gossamer: steps between exact averages; 0 makes none.")] = 0,
     bucket_mb: Annotated[
@@ -89,6 +98,10 @@ def bench(
     trace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Record a timeline of each method, and draw timeline.svg.")
     ] = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Probe first, and print the predicted step time beside the measured one.")
+    ] = False,
+    busy: Annotated[bool, typer.Option("--busy", help="Compute on the cores instead of sleeping.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a record: raw samples, table, charts.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -96,7 +109,7 @@ def bench(
     from gossamer.lab.bench import BUCKETS, SWEEP_STEPS, BenchPlan, expected, run_bench
     from gossamer.predict.methods import parse_list
     from gossamer.report.plots import check_matplotlib, check_output
-    from gossamer.report.record import environment
+    from gossamer.report.record import check_record_folder, environment
 
     chosen = parse_list(methods)
     if plot is not None:
@@ -113,17 +126,24 @@ def bench(
         trace=trace,
         staleness=staleness,
         every=every,
+        outer=outer,
+        outer_lr=outer_lr,
+        outer_momentum=outer_momentum,
         fragments=fragments,
         average_every=average_every,
         sweep_steps=SWEEP_STEPS if sweep else 0,
         sweep_buckets=BUCKETS if small else CLUSTER_BUCKETS,
     )
+    refuse_launcher("bench")
     setup, note = _setup(cluster, nodes, per_node, link, links, compute, model_mb, layers, jitter, network)
+    setup = replace(setup, busy=busy)
+    if out is not None:
+        check_record_folder(out)
     if not as_json:
         print(_duration(*expected(setup, chosen, plan)), file=sys.stderr)
     machine = environment()  # before the run: the load of other programs
     with _progress(quiet=as_json) as tell:
-        measured = run_bench(setup, chosen, plan, tell)
+        measured = run_bench(setup, chosen, plan, tell, measure=_probe_worker() if predict else None)
     data = finite({**measured, "environment": machine})
     if note:
         data["cluster"]["note"] = note
@@ -132,6 +152,12 @@ def bench(
         print_json({**data, "results": [{k: v for k, v in r.items() if k != "runs"} for r in data["results"]]})
         return
     print_rich(*_shown(data, setup))
+
+
+def _probe_worker() -> Any:
+    from gossamer.jobs.probe import lab_worker
+
+    return lab_worker
 
 
 def _setup(
@@ -236,15 +262,18 @@ def _shown(data: dict[str, Any], setup: Setup) -> Iterator[Any]:
     )
     if "note" in where:
         yield Text(where["note"], style="yellow")
-    made = table("method", "ms", "spread", "× DDP", "× limit", "wait", "MB", "bucket", "CPU")
+    predicted = any("predicted_ms" in r for r in data["results"])
+    more = ["predicted", "error"] if predicted else []
+    made = table("method", "ms", *more, "spread", "× DDP", "× limit", "wait", "MB", "bucket", "CPU")
     for r in data["results"]:
         if "skipped" in r:
-            made.add_row(Text(r["method"]), "-", "", "", "", "", "", "", "")
+            made.add_row(Text(r["method"]), "-")
             continue
         low, high = r["step_ms_spread"]
         made.add_row(
             Text(r["method"]),
             f"{r['step_ms']:.1f}",
+            *([f"{r['predicted_ms']:.1f}", f"{r['prediction_error']:+.1%}"] if predicted else []),
             f"{low:.0f}-{high:.0f}" if low >= 100 else f"{low:.1f}-{high:.1f}",
             "-" if r["speedup_vs_ddp"] is None else f"{r['speedup_vs_ddp']:.2f}",
             "-" if r["multiple_of_limit"] is None else f"{r['multiple_of_limit']:.2f}",

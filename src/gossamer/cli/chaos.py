@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gossamer.cli.common import Json, Nodes, PerNode, command_app, layout_from, print_json, print_rich, table
+from gossamer.cli.common import (
+    Json,
+    Nodes,
+    PerNode,
+    command_app,
+    layout_from,
+    print_json,
+    print_rich,
+    refuse_launcher,
+    table,
+)
 from gossamer.errors import InputError
 from gossamer.recipes.metrics import finite
 
@@ -45,11 +55,11 @@ def chaos(
     compute: Annotated[float, typer.Option(metavar="S", help="Emulated seconds of compute per step.")] = 0.15,
     link: Annotated[str, typer.Option(metavar="RATE", help="Every node's link: 100mbit, or none.")] = "100mbit",
     soft_deadline: Annotated[
-        float, typer.Option(metavar="S", help="Seconds that a step waits for a late neighbor.")
-    ] = 0.5,
+        float | None, typer.Option(metavar="S", help="Seconds that a step waits for a late neighbor; default: learned.")
+    ] = None,
     hard_deadline: Annotated[
-        float, typer.Option(metavar="S", help="Seconds of silence after which a worker counts as dead.")
-    ] = 5.0,
+        float | None, typer.Option(metavar="S", help="Seconds of silence that mean death; default: learned.")
+    ] = None,
     network: Annotated[
         str | None, typer.Option(metavar="KIND", help="namespaces, or loopback (no cuts); see docs/lab.md.")
     ] = None,
@@ -62,7 +72,7 @@ def chaos(
     from gossamer.lab.namespaces import why_unavailable
     from gossamer.lab.shaping import parse_rate
     from gossamer.report.plots import check_matplotlib, check_output
-    from gossamer.report.record import environment
+    from gossamer.report.record import check_record_folder, environment
 
     if network not in (None, "namespaces", "loopback"):
         raise InputError(f"--network must be namespaces or loopback, got {network!r}; see docs/lab.md")
@@ -70,6 +80,7 @@ def chaos(
         check_output(plot)
     if out is not None:
         check_matplotlib()
+    refuse_launcher("chaos")
     parse_rate(link)
     reason = why_unavailable() if network is None else None
     per_node = per_node if per_node is not None else "2"
@@ -90,6 +101,8 @@ def chaos(
         network="loopback" if reason or network == "loopback" else "namespaces",
     )
     planned = asked.plan  # bad input is an error before anything starts
+    if out is not None:
+        check_record_folder(out)
     if reason or (network == "loopback" and planned):
         note = f"cuts and slow links are skipped: {reason}" if reason else "cuts and slow links are skipped on loopback"
         print(f"gossamer: {note}", file=sys.stderr)
@@ -195,7 +208,7 @@ def _shown(data: dict[str, Any], asked: ChaosConfig) -> Iterator[Any]:
     for problem in data["problems"]:
         yield Text(f"FAILED: {problem}", style="bold red")
     if data["passed"]:
-        yield Text("passed", style="green")
+        yield Text("passed" if data["valid"] else "passed, but the times are not valid", style="green")
 
 
 def _faults(data: dict[str, Any]) -> Any:

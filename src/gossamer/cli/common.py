@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from gossamer.topology import Layout
 
+WIDEST = 400  # columns of a table that is not on a terminal
 MAX_WORKERS = 65536  # a mistyped number must not exhaust the memory
 
 Nodes = Annotated[str | None, typer.Option("--nodes", metavar="M", help="Number of nodes (hosts).")]
@@ -87,6 +90,27 @@ def _per_node(written: str, piece: str) -> int:
     return count
 
 
+def refuse_launcher(command: str) -> None:
+    """Raise `InputError` if a launcher such as torchrun has started this command, which starts its own workers."""
+    from gossamer.comm.launcher import find_launcher, launched
+
+    found = find_launcher()
+    if found is not None and launched():
+        raise InputError(
+            f"gossamer {command} starts its own workers, but {found.rank} is set, so a launcher has started this "
+            "process; run it once, without a launcher, or unset the variable"
+        )
+
+
+def note_paced_links(link: str | None) -> None:
+    """Say on standard error that links are emulated by sleeping, where network namespaces cannot be used."""
+    from gossamer.lab import why_unavailable
+
+    reason = why_unavailable() if link is not None else None
+    if reason is not None:
+        print(f"gossamer: the links are paced by sleeping instead of shaped by the kernel: {reason}", file=sys.stderr)
+
+
 # -- printing ---------------------------------------------------------------------------------------------------------
 
 
@@ -108,17 +132,25 @@ def table(*columns: str) -> Table:
 
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for k, column in enumerate(columns):
-        made.add_column(column, no_wrap=k == 0)  # names are not wrapped
+        made.add_column(column, no_wrap=k == 0, overflow="fold")  # names are not wrapped, and nothing is cut off
     return made
 
 
 def print_rich(*what: Any) -> None:
-    """Print tables and lines of text to standard output."""
+    """Print tables and lines of text to standard output; a table in a file or a pipe is as wide as it needs to be."""
     from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
 
     console = Console(highlight=False, emoji=False)  # a method such as ddp:ring:bf16 is not an emoji
+    free = not console.is_terminal and "COLUMNS" not in os.environ
     for each in what:
-        console.print(each, soft_wrap=isinstance(each, str))
+        if free and isinstance(each, Table):
+            wide = Console(highlight=False, emoji=False, width=WIDEST)
+            wide.width = max(console.width, Measurement.get(wide, wide.options, each).maximum)
+            wide.print(each)
+        else:
+            console.print(each, soft_wrap=isinstance(each, str))
 
 
 def count_of(number: int, noun: str) -> str:

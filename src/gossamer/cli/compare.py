@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gossamer.cli.common import command_app, print_json, print_rich
+from gossamer.cli.common import command_app, note_paced_links, print_json, print_rich, refuse_launcher
 from gossamer.cli.run_options import OUTPUT, WORKERS, RunFlags, with_run_flags
 from gossamer.errors import GossamerError, InputError
 
@@ -62,13 +62,23 @@ def compare(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the report as well.", rich_help_panel=OUTPUT)
     ] = None,
+    more: Annotated[
+        bool,
+        typer.Option(
+            "--continue",
+            help="Keep the finished runs of --out and train what is missing: the rest of an interrupted comparison, "
+            "further methods or seeds.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
 ) -> None:
     """Train by every method and seed, with equal steps, and compare quality, time, bytes and consensus."""
-    from gossamer.jobs.compare import Sweep, Trainer, best, slug, summarize, sweep
+    from gossamer.jobs.compare import Sweep, Trainer, best, reuse_sweep, slug, summarize, sweep
     from gossamer.jobs.prepare import default_folder
     from gossamer.jobs.signals import Stopped
-    from gossamer.predict.methods import parse_list
+    from gossamer.predict.methods import parse, parse_list
 
+    refuse_launcher("compare")
     chosen = parse_list(methods)
     if not chosen or len({str(m) for m in chosen}) < len(chosen):
         raise InputError(f"--methods {methods!r} must name one or more methods, each once; e.g. ddp,gossipadam:aer")
@@ -87,7 +97,7 @@ def compare(
     tried = None if lr_sweep is None else _numbers(lr_sweep)
 
     def configured(method: str, rate: float | None, number: int = seed) -> RunConfig:
-        inside = {"exact_inside": False} if method.partition(":")[0] == "ddp" else {}
+        inside = {"exact_inside": False} if parse(method).exact else {}
         return flags.configured(defaults={"save_final": False}, method=method, seed=number, lr=rate, **inside)
 
     first, *_ = [configured(m, None) for m in names]  # all of them: none is refused after others have trained
@@ -96,10 +106,16 @@ def compare(
             "--on-failure continue is for gossamer train: compare uses one pool of workers for all runs; leave it out"
         )
     folder = flags.out or default_folder(f"compare-{first.task}")
-    if (folder / "compare.json").exists():
-        raise InputError(f"{folder} already holds a comparison; choose another --out, or remove it")
-    if any(folder.rglob("config.json")):
-        raise InputError(f"{folder} already holds runs, which would be compared too; choose another --out")
+    if more and flags.out is None:
+        raise InputError("--continue needs the folder of the comparison; pass it as --out DIR")
+    if not more and (folder / "compare.json").exists():
+        raise InputError(f"{folder} already holds a comparison; pass --continue to add to it, or choose another --out")
+    if not more and any(folder.rglob("config.json")):
+        raise InputError(
+            f"{folder} already holds runs, which would be compared too; pass --continue if they belong to this "
+            "comparison, or choose another --out"
+        )
+    note_paced_links(flags.link)
     swept: Sweep = {}
     try:
         with Trainer(first, flags.cluster, flags.link, jobs, flags.as_json) as trainer:
@@ -112,6 +128,7 @@ def compare(
                 for m in names
                 for s in range(seeds)
             ]
+            reuse_sweep(wanted, folder / "sweep")
             failed = trainer.run(wanted)
     except Stopped as stopped:
         typer.echo(str(stopped), err=True)
@@ -163,6 +180,15 @@ def _numbers(text: str) -> list[float]:
     return values
 
 
+def _edge(tried: dict[str, float | None], content: dict[str, Any]) -> str | None:
+    """Return "smallest" or "largest" if the best rate of a sweep is at its edge."""
+    from gossamer.jobs.compare import best
+
+    rates = sorted(map(float, tried))
+    found = best(tried, "", higher_is_better=content["higher_is_better"])
+    return None if len(rates) < 2 else {rates[0]: "smallest", rates[-1]: "largest"}.get(found)
+
+
 def _print(content: dict[str, Any], html: Path | None) -> None:
     from gossamer.cli.report import print_table
 
@@ -171,6 +197,8 @@ def _print(content: dict[str, Any], html: Path | None) -> None:
     for name, tried in content["lr_sweep"].items():
         found = ", ".join(f"{rate} {'diverged' if v is None else f'{v:.4g}'}" for rate, v in tried.items())
         print_rich(f"sweep of {name}: {found}")
+        if (edge := _edge(tried, content)) is not None:
+            print_rich(f"[yellow]the best rate of {name} is the {edge} that was tried: try rates beyond it[/]")
     for where, why in content["failed"].items():
         print_rich(f"{where}: {why}")
     report = html or f"gossamer report {content['folder']} --html report.html"

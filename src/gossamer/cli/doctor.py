@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +28,19 @@ OPTIONAL = (
     *("accelerate", "lightning", "transformers", "ray"),
 )
 INSTALLED_AS = {"torch": "'torch>=2.6'", "decent-dp": "decent-dp==0.2.3", "ray": "'ray[train]'"}
+USED_BY = {
+    "matplotlib": "draws pictures and HTML pages",
+    "scikit-learn": "the digits of train and compare vision",
+    "tokenizers": "subwords of train and compare translate and lm",
+    "sacrebleu": "BLEU of train and compare translate",
+    "pillow": "folders of images in train and compare vision",
+    "tensorboard": "train --tensorboard",
+    "decent-dp": "a method of bench to compare with",
+    "accelerate": "gossamer.integrations.accelerate",
+    "lightning": "gossamer.integrations.lightning",
+    "transformers": "gossamer.integrations.transformers",
+    "ray": "gossamer.integrations.ray",
+}
 OLDEST_TORCH = (2, 6)
 
 
@@ -113,7 +125,8 @@ def _checks() -> Iterator[Check]:
         found = _version(name)
         ok = found is not None and (name != "torch" or _release(found) >= OLDEST_TORCH)
         remedy = f"pip install {INSTALLED_AS.get(name, name)}"
-        yield Check("versions", name, ok, found or "not installed", name in NEEDED, remedy)
+        absent = f"not installed; {USED_BY[name]}" if name in USED_BY else "not installed"
+        yield Check("versions", name, ok, found or absent, name in NEEDED, remedy)
     yield from _torch_checks()
     yield from _machine_checks()
 
@@ -147,10 +160,12 @@ def _torch_checks() -> Iterator[Check]:
 
 
 def _machine_checks() -> Iterator[Check]:
+    from gossamer.lab.namespaces import find_tool
+
     yield Check("machine", "cores", True, f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
     page, free, total = (os.sysconf(s) for s in ("SC_PAGE_SIZE", "SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
     yield Check("machine", "memory", True, f"{page * free / 2**30:.1f} GiB free of {page * total / 2**30:.1f} GiB")
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc") if find_tool(tool) is None]
     if missing:
         remedy = "install iproute2 (apt-get install iproute2)"
         yield Check("lab", "namespaces", False, f"{' and '.join(missing)} not found", remedy=remedy)
@@ -171,15 +186,18 @@ def _lab_checks() -> Iterator[Check]:
         yield Check("lab", "namespaces", problem is None, problem or "made and removed one", remedy=remedy)
         if problem is None:
             shape = ("root", "tbf", "rate", "50mbit", "burst", "32kbit", "latency", "50ms")
-            problem = _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "lo", *shape)
+            problem = _run("tc", "-n", name, "qdisc", "add", "dev", "lo", *shape)
             remedy = "use a kernel with the sch_tbf module (modprobe sch_tbf)"
             yield Check("lab", "tc tbf", problem is None, problem or "shaped a link to 50 Mbit/s", remedy=remedy)
 
 
 def _run(*command: str) -> str | None:
     """Run a command; returns None if it worked, else its error message."""
+    from gossamer.lab.namespaces import find_tool
+
+    program, *arguments = command
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        done = subprocess.run([find_tool(program) or program, *arguments], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return None if done.returncode == 0 else (done.stderr.strip().partition("\n")[0] or "failed")

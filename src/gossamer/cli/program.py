@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -44,7 +45,7 @@ def _version(wanted: bool) -> None:
 
 app = typer.Typer(
     cls=LazyGroup,
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Example: gossamer topology show aer --nodes 4 --per-node 4",
@@ -84,10 +85,20 @@ def run(argv: Sequence[str] | None = None) -> int:
 def _described(error: Any) -> str:
     """Return what is wrong with the arguments; for an unknown option with the most similar one."""
     if type(error).__name__ != "NoSuchOption":
-        return str(error.format_message()).rstrip(".")
-    known = [o for p in error.ctx.command.params for o in p.opts] if getattr(error, "ctx", None) else []
+        return _with_nearest_command(str(error.format_message()).rstrip("."))
+    params = error.ctx.command.params if getattr(error, "ctx", None) else []
+    known = [name for param in params for name in param.opts if name.startswith("-")]
     close = difflib.get_close_matches(error.option_name, known, 1, cutoff=0.75)
     return f"there is no option {error.option_name}" + (f" (did you mean {close[0]}?)" if close else "")
+
+
+def _with_nearest_command(text: str) -> str:
+    """Add the most similar command to a sentence about an unknown one."""
+    from gossamer.cli import COMMANDS
+
+    unknown = re.fullmatch(r"No such command '(.*)'", text)
+    close = difflib.get_close_matches(unknown[1], COMMANDS, 1) if unknown else []
+    return f"{text} (did you mean {close[0]}?)" if close else text
 
 
 def _fail(sentence: str) -> int:

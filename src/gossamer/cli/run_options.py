@@ -20,7 +20,8 @@ WORKERS = "Workers and links"
 OUTPUT = "Output"
 PANELS: dict[str, tuple[str, ...]] = {
     "Method": (
-        *("method", "steps", "seed", "combine", "every", "staleness", "average_every", "fragments", "exact_inside"),
+        *("method", "steps", "seed", "combine", "every", "outer", "outer_lr", "outer_momentum"),
+        *("staleness", "average_every", "fragments", "exact_inside"),
         "ddp_bucket_mb",
     ),
     "Optimization": (

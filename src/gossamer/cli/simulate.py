@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gossamer.predict.simulator import ExchangePolicy, Result
     from gossamer.topology import Layout
 
+TIE = 0.02  # predictions that differ by less have no order
 app = command_app()
 
 EXAMPLE = (
@@ -72,6 +73,9 @@ def simulate(
     in_flight: Annotated[int | None, typer.Option(help="Buckets exchanged at the same time.")] = None,
     staleness: Annotated[int, typer.Option(help="Steps that may proceed while a late exchange is in flight.")] = 0,
     every: Annotated[int, typer.Option(help="Steps between two exchanges.")] = 1,
+    outer: Annotated[
+        bool, typer.Option("--outer", help="An outer step at every exchange, which then has the next --every steps.")
+    ] = False,
     fragments: Annotated[int, typer.Option(help="Exchange one of so many parts of the model at a time.")] = 1,
     atc: Annotated[bool, typer.Option("--atc", help="Adapt, then combine: no overlap.")] = False,
     rate: Annotated[
@@ -127,7 +131,7 @@ def simulate(
     if contour is not None and gamma is None and cluster is None:
         gamma = 1.0  # the picture covers a range of γ
     setting = _setting(cluster, nodes, per_node, n, gamma, omega, sigma, jitter, model_mb)
-    asked: dict[str, Any] = {"staleness": staleness, "every": every, "combine": "atc" if atc else "awc"}
+    asked: dict[str, Any] = {"staleness": staleness, "every": every, "combine": "atc" if atc else "awc", "outer": outer}
     named = {"buckets": buckets, "stagger": stagger, "hierarchical": hierarchical, "in_flight": in_flight}
     asked |= {k: v for k, v in named.items() if v is not None}
     spans = trace_steps if trace or html or (plot and not scaling) else 0
@@ -150,7 +154,8 @@ def simulate(
     if as_json:
         single = rows[0] if len(rows) == 1 else {}
         listed = {"methods": rows} if len(rows) > 1 else {}
-        extra = {"scaling": curve} if curve else {}
+        extra: dict[str, Any] = {"scaling": curve} if curve else {}
+        extra |= {"near_tie": tied} if (tied := near_tie(rows)) else {}
         print_json(
             {**_describe(setting), "steps": steps, "seed": seed, "ddp_step_time": ddp.step_time}
             | single
@@ -159,6 +164,13 @@ def simulate(
         )
         return
     _print(setting, rows, curve)
+
+
+def near_tie(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the methods whose predicted times are so close to the least that their order says nothing, if several."""
+    least = min(r["step_time"] for r in rows)
+    found = [str(r["method"]) for r in rows if r["step_time"] <= (1 + TIE) * least]
+    return found if len(found) > 1 else []
 
 
 def _policy(default: ExchangePolicy, asked: dict[str, Any]) -> ExchangePolicy:
@@ -349,6 +361,8 @@ def _print(setting: Setting, rows: list[dict[str, Any]], curve: list[dict[str, A
         times = [time(r[k]) for k in ("p50", "p95", "p99")]
         made.add_row(Text(r["method"]), time(r["step_time"]), f"{r['saving']:.1%}", f"{r['waiting']:.1%}", *times)
     print_rich(Text(head), made)
+    if tied := near_tie(rows):
+        print_rich(Text(f"Within {TIE:.0%} of the fastest, so no order is claimed: {', '.join(tied)}."))
     if curve:
         grown = table("nodes", "workers", "method", "step time", "saving")
         for r in curve:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gossamer.cli.common import command_app, count_of, print_json, print_rich
+from gossamer.cli.common import command_app, count_of, note_paced_links, print_json, print_rich
 from gossamer.cli.run_options import OUTPUT, RunFlags, with_run_flags
 from gossamer.errors import InputError
 
@@ -74,6 +74,7 @@ def _here(flags: RunFlags, resume: Path | None, board: bool, served: Serving) ->
     if resume is None:
         config = flags.configured()
         task = checked_task(config)
+        note_paced_links(flags.link)
         folder = flags.out or default_folder(config.task)
         clock = prepare_folder(config, folder, task, cluster=flags.cluster, link=flags.link)
     else:
@@ -142,7 +143,7 @@ def _print(outcome: dict[str, Any], folder: Path, config: RunConfig, as_json: bo
             }
         )
     else:
-        seconds = outcome["seconds"] / max(1, outcome["step"])
+        seconds = run.step_time if run.steps else 0.0  # the median, as in `gossamer report`
         clock = "simulated " if config.virtual else ""
         steps = count_of(outcome["step"], "step")
         print_rich(f"{folder}: {steps}, {seconds * 1e3:.1f} {clock}ms per step  {values(outcome)}")

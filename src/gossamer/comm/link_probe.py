@@ -117,8 +117,8 @@ def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
         if leads:
             slowest = max(t for nodes, t in took if nodes == [a, b])
             together = len(flows) * each / slowest if len(flows) > 1 else flow
-            if a == b:  # a worker's own path while all workers of the node use theirs
-                together = min(flow, together / len(flows))
+            # inside a node: a worker's own path while all its workers use theirs; else that of the whole interface
+            together = min(flow, together / len(flows)) if a == b else max(flow, together)
             samples.append(asdict(LinkSample((a, b), latency, flow, together, len(flows), tuple(by_size), cpu)))
 
     def sit_out(stage: str) -> None:

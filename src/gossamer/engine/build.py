@@ -64,9 +64,8 @@ def prepare(
     if not optimizers:
         raise InputError("decentralize() needs at least one optimizer, got an empty list")
     schedule, bare = _schedule(model, topology, settings, layout, rank, ranks, whole=parameters is None)
-    outer = settings.algorithm.outer if isinstance(settings.algorithm, Synchronous) else None
-    if outer is not None and (why := problem(outer, schedule)) is not None:
-        raise InputError(why)
+    if isinstance(settings.algorithm, Synchronous):
+        refuse_unstable(settings.algorithm, schedule)
     lanes = _lanes(bare, optimizers, parameters)
     refuse_in_use(bare)
     refuse_overlaps(bare.named_parameters())
@@ -92,6 +91,12 @@ def _say_buckets(buckets: list[list[Bucket]], flats: list[list[Flat]], exchange:
             GossamerWarning,
             stacklevel=5,
         )
+
+
+def refuse_unstable(policy: Synchronous, schedule: Schedule) -> None:
+    """Refuse an outer step whose momentum would drive the workers of the schedule apart."""
+    if policy.outer is not None and (why := problem(policy.outer, schedule)) is not None:
+        raise InputError(why)
 
 
 def _refuse_unfit(optimizer: Optimizer) -> None:
@@ -299,6 +304,7 @@ def open_lanes(
             coordinator=coordinator,
             writer=writer,
             siblings=lanes,
+            common=p.common,
             shard=p.shard,
         )
         lanes.append(kind(parts))

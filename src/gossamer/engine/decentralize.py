@@ -40,10 +40,12 @@ from gossamer.comm import (
     subgroup_of,
     worker_group,
 )
+from gossamer.engine.auto_topology import asks, choose_topology, refuse_elastic
 from gossamer.engine.build import open_gossip, open_lanes, prepare
 from gossamer.engine.consistency import agree, describe
 from gossamer.engine.coordinator import StaticCoordinator
-from gossamer.engine.elastic import ElasticCoordinator, ElasticGossip, ElasticLane
+from gossamer.engine.elastic import ElasticAsyncLane, ElasticCoordinator, ElasticGossip, ElasticLane
+from gossamer.engine.elastic.member_lane import MemberLane
 from gossamer.engine.first_step import watch_first_step
 from gossamer.engine.flat import is_sharded
 from gossamer.engine.gossip import Gossip
@@ -99,12 +101,14 @@ def decentralize(
         optimizer: The torch optimizer of its parameters, or a list of several. A wrapper of Accelerate, Lightning or
             Fabric stands for the optimizer inside it.
         topology: Which workers average in which round: a name (`gossamer topology list`), a `Topology`, a networkx
-            graph, a weight matrix or a JSON file.
+            graph, a weight matrix or a JSON file. "auto" measures the links for some seconds and chooses as `gossamer
+            advise` would; "auto:cluster.toml" takes them from a file, which is written if it does not exist.
         algorithm: "awc" communicates while adapting and overlaps forward and backward; "atc" adapts, then combines.
             "ad-psgd" and "a2cid2" are asynchronous: every worker steps at its own pace. Pass a policy to change its
             settings: `AWC(staleness=1)`, `ATC(every=2)`, `ADPSGD(rate=2)`, `A2CiD2(max_staleness=8)`.
-        wire: Format of parameters between nodes: "fp32" (unchanged), "bf16", "fp16" or "int8". Every wire conserves the
-            mean of the workers.
+        wire: Format of parameters between nodes: "fp32" (unchanged), "bf16", "fp16", "int8" or "int4". Every wire
+            conserves the mean of the workers. "int8" and "int4" are relative to the last exact average: use them with
+            `average_every`.
         process_group: The workers that gossip: a process group, or a one-dimensional `DeviceMesh` such as the
             data-parallel dimension beside tensor parallelism. Default: all workers.
         on_failure: "raise" ends the job with an error that names the dead peer. "continue", or `Continue(...)` to set
@@ -230,13 +234,16 @@ def _static(worker: _Worker, process_group: ProcessGroup | DeviceMesh | None, br
     transport = _transport(worker, store, workers)
     with ExitStack() as on_error:
         on_error.callback(transport.close)
-        layout = layout_of(transport.share("node", node_name()))
+        said = [json.loads(t) for t in transport.share("node", json.dumps([node_name(), asks(worker.topology)]))]
+        layout = layout_of([name for name, _ in said])
+        _choose_topology(worker, layout, transport, [auto for _, auto in said])
         text = worker.describe(layout, workers.rank, workers.ranks, process_group=workers.name, broadcast=broadcast)
         if worker.writer is not None:
             on_error.callback(worker.writer.close)
         agree(transport.share("description", text), worker.error)
         prepared = worker.prepared
         assert prepared is not None
+        prepared.common = broadcast
         _warn_if_single(prepared, worker.model, workers)
         if broadcast and workers.size > 1:
             _broadcast(prepared, transport)
@@ -260,6 +267,30 @@ def _static(worker: _Worker, process_group: ProcessGroup | DeviceMesh | None, br
         ):
             gossip.on_stop(undo)
     return gossip
+
+
+def _choose_topology(worker: _Worker, layout: Layout, transport: Transport, auto: list[bool]) -> None:
+    """Replace "auto" by a name. Collective; what is wrong is raised by all workers, later and together."""
+    if not any(auto):
+        return
+    if not all(auto):
+        other = auto.index(False)
+        worker.error = worker.error or InputError(
+            f"worker {auto.index(True)} asks for topology='auto' and worker {other} does not; pass the same to all"
+        )
+        return
+    wrong = worker.error is not None or not isinstance(worker.model, nn.Module)
+    if any(json.loads(t) for t in transport.share("auto-error", json.dumps(wrong))):
+        worker.topology = "aer"  # the comparison of all workers reports what is wrong
+        return
+    assert worker.settings is not None
+    if layout.n == 1:
+        worker.topology = "aer"
+        return
+    try:
+        worker.topology = choose_topology(str(worker.topology), worker.model, worker.settings, layout, transport)
+    except InputError as error:
+        worker.error = error
 
 
 def _warn_if_single(prepared: Prepared, model: nn.Module, workers: WorkerGroup) -> None:
@@ -288,6 +319,10 @@ def _elastic(worker: _Worker, broadcast: bool) -> ElasticGossip:
             "on_failure='continue' cannot be used inside Ray Train, which ends all workers when one of them dies; "
             "start the workers with gossamer.integrations.ray.run_elastic, or use on_failure='raise'"
         )
+    try:
+        refuse_elastic(worker.topology)
+    except InputError as error:
+        worker.error = worker.error or error
     rank, size = rank_and_size(without_group=True)
     lanes = len(worker.optimizer) if isinstance(worker.optimizer, Sequence) else 1
     start = Rendezvous(rank, size, lanes, worker.timeout)
@@ -300,11 +335,13 @@ def _elastic(worker: _Worker, broadcast: bool) -> ElasticGossip:
         raise
     prepared = worker.prepared
     assert prepared is not None
+    prepared.common = broadcast
     coordinator = ElasticCoordinator(
         arrival, prepared, worker.topology, broadcast=broadcast, accelerator=worker.accelerator
     )
     try:
-        opened = open_lanes(prepared, ElasticLane, coordinator.transport, coordinator, worker.writer)
+        kind: type[MemberLane] = ElasticAsyncLane if prepared.settings.asynchronous else ElasticLane
+        opened = open_lanes(prepared, kind, coordinator.transport, coordinator, worker.writer)
         return ElasticGossip(prepared, opened, coordinator, worker.writer)
     except BaseException:
         coordinator.close()

@@ -19,7 +19,7 @@ from gossamer.engine.outer import Outer, SlowMo, check_outer
 from gossamer.errors import InputError
 
 AlgorithmName = Literal["awc", "atc", "ad-psgd", "a2cid2"]
-WireName = Literal["fp32", "bf16", "fp16", "int8"]
+WireName = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 Buffers = Literal["average", "local"]
 Gradients = Literal["auto", "node", "worker"]
 Gaps = Literal["poisson", "fixed"]
@@ -204,27 +204,30 @@ class Exchange:
 class Continue:
     """Elastic job: continue without dead, stopped or unreachable workers, and admit replacements."""
 
-    soft_deadline: Seconds = 0.5
-    """How long a step waits for a late neighbor before it continues without that neighbor."""
-    hard_deadline: Seconds = 5.0
-    """How long a worker may be silent before the others treat it as dead."""
+    soft_deadline: Seconds | None = None
+    """How long a step waits for a late neighbor before it continues without that neighbor. None: learned per neighbor
+    from the last arrivals, so that steps of 30 ms and of 30 s need no setting."""
+    hard_deadline: Seconds | None = None
+    """How long a worker may be silent before the others treat it as dead. None: learned from its heartbeats, at least
+    5 s."""
 
     def __post_init__(self) -> None:
-        if self.soft > self.hard:
+        soft, hard = self.soft, self.hard
+        if soft is not None and hard is not None and soft > hard:
             raise InputError(
-                f"soft_deadline={self.soft:g} (continue without a late neighbor) must not be longer than "
-                f"hard_deadline={self.hard:g} (treat a silent worker as dead)"
+                f"soft_deadline={soft:g} (continue without a late neighbor) must not be longer than "
+                f"hard_deadline={hard:g} (treat a silent worker as dead)"
             )
 
     @property
-    def soft(self) -> float:
-        """`soft_deadline` in seconds."""
-        return seconds("soft_deadline", self.soft_deadline)
+    def soft(self) -> float | None:
+        """`soft_deadline` in seconds; None: learned."""
+        return None if self.soft_deadline is None else seconds("soft_deadline", self.soft_deadline)
 
     @property
-    def hard(self) -> float:
-        """`hard_deadline` in seconds."""
-        return seconds("hard_deadline", self.hard_deadline)
+    def hard(self) -> float | None:
+        """`hard_deadline` in seconds; None: learned."""
+        return None if self.hard_deadline is None else seconds("hard_deadline", self.hard_deadline)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,15 +318,21 @@ class Settings:
 
     def __post_init__(self) -> None:
         if isinstance(self.algorithm, Asynchronous):
+            if self.wire == "int4":
+                raise InputError(
+                    f"wire='int4' rounds the distance to the last exact average, and {self.algorithm.name!r} makes "
+                    "none, so four bits would have to hold the parameters themselves; use wire='int8' or 'bf16', or "
+                    "algorithm='awc'"
+                )
             if self.guards:
                 raise InputError(
                     f"guard={self.guards[0]!r} needs rounds, and {self.algorithm.name!r} has none; leave it out or use "
                     "algorithm='awc'"
                 )
-            if self.elastic is not None:
+            if self.elastic is not None and self.algorithm.clock == "virtual":
                 raise InputError(
-                    f"on_failure='continue' re-plans rounds, and {self.algorithm.name!r} has none; use algorithm='awc' "
-                    "or 'atc'"
+                    "clock='virtual' lets workers wait for each other's events, and on_failure='continue' lets nobody "
+                    "wait for a dead one; use clock='wall'"
                 )
         if self.gradients == "node" and (self.elastic is not None or self.asynchronous):
             other = "on_failure='continue'" if self.elastic is not None else f"algorithm {self.algorithm.name!r}"

@@ -57,7 +57,10 @@ def simulated(method: Method, config: RunConfig, cluster: ClusterSpec) -> tuple[
             staleness=config.staleness,
             combine=config.combine,
             average_every=config.average_every // config.every,
+            outer=config.outer is not None,
         )
+    if method.algorithm == "local":
+        policy = replace(policy, every=config.every)
     result = predict(method, setting, steps=200, policy=policy, trace_steps=TRACED, exact_inside=inside)
     clock = {
         "kind": "simulated",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -14,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, InputError
 from gossamer.jobs.clock import predict_measured
 from gossamer.jobs.local import lab_for, run_pool, run_virtual
 from gossamer.jobs.prepare import checked_task, prepare_folder
@@ -25,6 +27,7 @@ from gossamer.recipes.config import RunConfig
 from gossamer.recipes.graceful_stop import StopHere
 from gossamer.recipes.loop import Diverged
 from gossamer.recipes.metrics import finite
+from gossamer.recipes.run import read_config
 from gossamer.report.noise import noise_line
 from gossamer.report.page import write_html
 from gossamer.report.record import command_line
@@ -58,15 +61,25 @@ class Trainer:
         self._stack.__exit__(*error)
 
     def run(self, wanted: Wanted) -> dict[str, str]:
-        """Train all; returns by folder why some runs failed (diverged). Raises `Stopped` after Ctrl-C."""
+        """Train all that are not finished yet; returns by folder why some runs failed (diverged).
+
+        Raises `Stopped` after Ctrl-C.
+        """
+        wanted = [(config, folder) for config, folder in wanted if not finished_before(config, folder)]
+        if not wanted:
+            return {}
+        if not self._quiet:
+            at_once = f", {min(self._jobs, len(wanted))} side by side" if self._virtual else ""
+            runs = f"{len(wanted)} run{'s' * (len(wanted) != 1)}"
+            print(f"{runs} of {wanted[0][0].steps} steps{at_once}", file=sys.stderr, flush=True)
         outcomes = self._side_by_side(wanted) if self._virtual else self._one_by_one(wanted)
         halted = [folder for folder, outcome in outcomes.items() if outcome.get("stopped")]
         done = len(outcomes) - len(halted)
         if done < len(wanted):
             how = ", ".join(f"gossamer train --resume {folder}" for folder in halted)
             raise Stopped(
-                f"stopped; {done} of {len(wanted)} runs are done, which gossamer report reads"
-                + (f"; resume with: {how}" if how else "")
+                f"stopped; {done} of {len(wanted)} runs are done, which gossamer report reads; train the rest by the "
+                "same command with --continue" + (f", or first resume with: {how}" if how else "")
             )
         return {str(folder): why for folder, outcome in outcomes.items() if (why := _why_failed(outcome))}
 
@@ -118,6 +131,31 @@ class Trainer:
                     process.terminate()
                 raise
         return outcomes
+
+
+def finished_before(config: RunConfig, folder: Path) -> bool:
+    """Whether the folder holds this very run, finished. An unfinished one is removed, another run is an error."""
+    if not (folder / "config.json").exists():
+        return False
+    before, after = read_config(folder)[0].model_dump(), config.model_dump()
+    differ = [key for key in after if before[key] != after[key]]
+    if differ:
+        key = differ[0]
+        raise InputError(
+            f"{folder} holds a run with {key} = {before[key]!r}, not {after[key]!r}; choose another --out, or remove it"
+        )
+    if load_run(folder).finished:
+        return True
+    shutil.rmtree(folder)
+    return False
+
+
+def reuse_sweep(wanted: Wanted, swept: Path) -> None:
+    """Copy the runs of the sweep that are wanted again, so that they are not trained twice."""
+    for config, folder in wanted:
+        trial = swept / slug(config.method) / f"lr-{config.lr or 0:g}"
+        if (trial / "config.json").exists() and not folder.exists() and read_config(trial)[0] == config:
+            shutil.copytree(trial, folder)
 
 
 def _why_failed(outcome: Outcome) -> str:
@@ -226,6 +264,7 @@ def summarize(folder: Path, swept: Sweep, failed: dict[str, str], html: Path | N
         "methods": summary(groups),
         "lr_sweep": swept,
         "failed": failed,
+        "higher_is_better": groups[0].runs[0].content["higher_is_better"],
         "folder": str(folder),
     }
     (folder / "compare.json").write_text(json.dumps(finite(content), indent=1) + "\n")

@@ -93,21 +93,28 @@ def per_node_from(workers: int | None, virtual: int | None, per_node: str | None
 
 def check_method(config: RunConfig) -> None:
     """Refuse a method that cannot train as configured, before anything is written."""
-    from gossamer.engine.policies import Settings
+    from gossamer.comm.torchft_peer import missing
+    from gossamer.engine.build import refuse_unstable
+    from gossamer.engine.policies import Settings, Synchronous
     from gossamer.predict.methods import parse
     from gossamer.recipes.methods import gossip_settings, refuse_unfit
     from gossamer.topology import Layout, resolve
+    from gossamer.topology.schedule import Schedule
 
     method = parse(config.method)
     refuse_unfit(method, config)
     if method.algorithm == "ddp":
         return
+    if method.algorithm == "local" and not config.virtual and (why := missing()) is not None:
+        raise InputError(f"{method.name} on processes is torchft's own code, and {why}; or train it with --virtual")
     settings = gossip_settings(method, config)
     topology = settings.pop("topology")
-    Settings.of(**settings)
+    policy = Settings.of(**settings).algorithm
     if config.exact_inside and method.asynchronous and not config.virtual:
         raise InputError(
             f"exact_inside gives the workers of a node one replica, and {method.name} needs one per worker; leave it "
             "out, or choose a synchronous method, e.g. dadam:aer"
         )
-    resolve(topology, Layout.of([1] * len(config.per_node) if config.exact_inside else config.per_node))
+    made = resolve(topology, Layout.of([1] * len(config.per_node) if config.exact_inside else config.per_node))
+    if isinstance(policy, Synchronous):
+        refuse_unstable(policy, Schedule(made, average_every=policy.average_every // policy.every))

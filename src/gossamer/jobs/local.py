@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from gossamer.comm.baseline import DdpTimeline, ddp
 from gossamer.comm.process_groups import join_world, leave_world
+from gossamer.comm.torchft_peer import PeerName, TorchftPeer
 from gossamer.errors import GossamerError
 from gossamer.jobs.elastic import run_elastic
 from gossamer.jobs.events import run_events
@@ -23,6 +24,7 @@ from gossamer.predict.methods import Method, parse
 from gossamer.recipes import graceful_stop
 from gossamer.recipes.config import RunConfig
 from gossamer.recipes.graceful_stop import StopHere
+from gossamer.recipes.methods import outer_settings
 from gossamer.recipes.run import read_config, run
 from gossamer.recipes.strategy import Wrap
 from gossamer.recipes.task import Task, make_task
@@ -116,7 +118,14 @@ def lab_for(per_node: Sequence[int], link: str | None) -> Iterator[LabCluster]:
 
 @contextmanager
 def _ddp_wrapper(config: RunConfig, method: Method, folder: Path, rank: int) -> Iterator[Wrap]:
-    """Yield a function that wraps a model into torch's DDP with the run's bucket size, wire and timeline."""
+    """Yield a function that wraps a model into torch's DDP with the run's bucket size, wire and timeline, or that hands
+    it to the peer package that trains it."""
+    if method.algorithm == "local":
+        name, every, outer = cast(PeerName, method.name), method.local_steps(config.every), outer_settings(config)
+        yield lambda model, optimizer: TorchftPeer(
+            name, model, optimizer, every=every, lr=outer["lr"], momentum=outer["momentum"]
+        )
+        return
     how: dict[str, Any] = {"bucket_mb": config.ddp_bucket_mb, "wire": method.wire}
     if not config.trace or method.algorithm != "ddp":
         yield lambda model, optimizer: ddp(model, **how)

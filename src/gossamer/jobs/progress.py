@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -94,6 +96,7 @@ class Finished:
 
     def __init__(self, total: int, *, quiet: bool):
         self._total, self._quiet, self._count = total, quiet, 0
+        self._start = time.monotonic()
 
     def __call__(self, config: RunConfig, outcome: Row) -> None:
         self._count += 1
@@ -101,8 +104,13 @@ class Finished:
             return
         rate = "" if config.lr is None else f" lr {config.lr:g}"
         text = "diverged" if "diverged" in outcome else values(outcome)
-        line = f"[{self._count}/{self._total}] {config.method}{rate} seed {config.seed}  {text}"
+        line = f"[{self._count}/{self._total}] {config.method}{rate} seed {config.seed}  {text}{self._left()}"
         print(line, file=sys.stderr, flush=True)
+
+    def _left(self) -> str:
+        """Return the time that the remaining runs will take if they take as long as the finished ones."""
+        seconds = (time.monotonic() - self._start) / self._count * (self._total - self._count)
+        return f"  (about {math.ceil(seconds / 60)} min left)" if seconds >= 60 else ""
 
 
 def values(row: Row) -> str:

@@ -3,6 +3,8 @@
 The forward pass takes a third and the backward pass two thirds of the step's compute time, spread evenly over the
 layers. Sleeping uses no CPU time, so many workers fit on two cores, while exchanges, optimizer and network are real.
 Gradients become ready layer by layer, last layer first, as in a real backward pass, so DDP can overlap its buckets.
+With `busy`, the model computes instead of sleeping: matrix products that take the compute time on an idle core, and
+longer where communication competes for the core.
 
 Time dilation: a result depends on the ratio of communication to compute, gamma = (bytes / bandwidth) / compute.
 Dividing the bandwidth and multiplying the compute time by the same factor does not change gamma, hence no speedup, but
@@ -43,6 +45,28 @@ class PassTimer:
             time.sleep(left)  # releases the GIL, so communication threads continue
 
 
+class BusyCore:
+    """Keeps a core busy with an amount of work that takes `seconds` on an idle core."""
+
+    def __init__(self) -> None:
+        self._matrix = torch.randn(96, 96)
+        self.rate = max(
+            self._measured() for _ in range(3)
+        )  # products per second; other workers disturb the slower ones
+
+    def _measured(self, products: int = 400) -> float:
+        start = time.perf_counter()
+        self._multiply(products)
+        return products / (time.perf_counter() - start)
+
+    def _multiply(self, products: int) -> None:
+        for _ in range(products):
+            torch.mm(self._matrix, self._matrix)
+
+    def work(self, seconds: float) -> None:
+        self._multiply(round(seconds * self.rate))
+
+
 class _Sleep(torch.autograd.Function):
     """Identity on the activation that sleeps; its backward pass also gives every parameter a gradient."""
 
@@ -50,9 +74,7 @@ class _Sleep(torch.autograd.Function):
     def forward(ctx: Any, activation: Tensor, layer: EmulatedLayer, *parameters: Tensor) -> Tensor:
         model, index = layer.model, layer.index
         ctx.layer = layer
-        if index == 0:
-            model.clock.begin()
-        model.clock.sleep_until(FORWARD * model.step_seconds * (index + 1) / model.depth)
+        model.spend(FORWARD * model.step_seconds, index)
         return activation.clone()
 
     @staticmethod
@@ -60,9 +82,7 @@ class _Sleep(torch.autograd.Function):
         (grad,) = grads
         layer = ctx.layer
         model, done = layer.model, layer.model.depth - layer.index
-        if done == 1:
-            model.clock.begin()
-        model.clock.sleep_until((1 - FORWARD) * model.step_seconds * done / model.depth)
+        model.spend((1 - FORWARD) * model.step_seconds, done - 1)
         # For timing, a constant gradient is enough. Each needs new memory, because DDP and optimizers keep gradients.
         return (grad, None, *(torch.full_like(p, model.gradient) for p in layer.parameters()))
 
@@ -99,7 +119,13 @@ class EmulatedModel(nn.Module):
     """
 
     def __init__(
-        self, model_mb: float, layers: int, seconds: Sequence[float] | float, *, gradient: float = 1e-4
+        self,
+        model_mb: float,
+        layers: int,
+        seconds: Sequence[float] | float,
+        *,
+        gradient: float = 1e-4,
+        busy: bool = False,
     ) -> None:
         super().__init__()
         numel = round(model_mb * 1e6 / 4) if math.isfinite(model_mb) else 0
@@ -114,9 +140,19 @@ class EmulatedModel(nn.Module):
         self.seconds = tuple(times)
         self.gradient = gradient
         self.clock = PassTimer()
+        self._core = BusyCore() if busy else None
         self.step = -1
         cuts = [numel * i // layers for i in range(layers + 1)]
         self.layers = nn.ModuleList(EmulatedLayer(cuts[i + 1] - cuts[i], i, self) for i in range(layers))
+
+    def spend(self, seconds: float, layer: int) -> None:
+        """Compute for the next layer of a pass of `seconds`, in which `layer` layers are done."""
+        if self._core is not None:
+            self._core.work(seconds / self.depth)
+            return
+        if layer == 0:
+            self.clock.begin()
+        self.clock.sleep_until(seconds * (layer + 1) / self.depth)
 
     @property
     def step_seconds(self) -> float:

@@ -38,7 +38,7 @@ def why_unavailable() -> str | None:
     """Why network namespaces cannot be used on this machine, and what to do about it; None if they can be used."""
     if sys.platform != "linux":
         return f"shaped links need Linux, this is {sys.platform}"
-    missing = [tool for tool in ("ip", "tc") if _tool(tool) is None]
+    missing = [tool for tool in ("ip", "tc") if find_tool(tool) is None]
     if missing:
         return f"shaped links need `{'` and `'.join(missing)}`; install iproute2"
     if os.geteuid() != 0:
@@ -200,9 +200,10 @@ def _run(command: list[str], text: str | None) -> str:
     return done.stdout
 
 
-def _tool(name: str) -> str | None:
+def find_tool(name: str) -> str | None:
+    """Return the path of a program, also if PATH lacks the folders of system programs."""
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin:/usr/bin:/bin")
 
 
 def _need(name: str) -> str:
-    return _tool(name) or name
+    return find_tool(name) or name

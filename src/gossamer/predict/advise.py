@@ -162,19 +162,19 @@ def _ranked(cluster: ClusterSpec, run: Predict, noise: Noise) -> list[Row]:
     plain = min(r.step_time for c, r in ddp if c.method.wire == "fp32")
 
     def row(choice: Choice) -> Row:
-        return _row(cluster, choice, run(choice), fastest, plain, noise)
+        return row_of(cluster, choice, run(choice), fastest, plain, noise)
 
-    rows = sorted((row(c) for c in gossip(cluster)), key=_rank)
+    rows = sorted((row(c) for c in gossip(cluster)), key=rank)
     for gradients in ("worker", "node"):
         same = [r for r in rows if r.choice.gradients == gradients and r.choice.algorithm == "awc"]
         rows += [row(c) for r in same[:REFINED] for c in coarser(r.choice)]
-    for r in sorted(rows, key=_rank)[:REFINED]:
+    for r in sorted(rows, key=rank)[:REFINED]:
         if run(r.choice).waiting > WAITS:
             rows += [row(c) for c in refined(cluster, r.choice)]
-    return sorted([*rows, *(row(c) for c, _ in ddp)], key=_rank)
+    return sorted([*rows, *(row(c) for c, _ in ddp)], key=rank)
 
 
-def _rank(row: Row) -> float:
+def rank(row: Row) -> float:
     """The score; settings other than the defaults, and what no record covers, have to earn their place."""
     extra = {k: v for k, v in row.choice.options.items() if k != "gradients"}
     method = row.choice.method
@@ -182,7 +182,7 @@ def _rank(row: Row) -> float:
     return row.score * (1 + EARNS * bool(extra) + unseen)
 
 
-def _row(cluster: ClusterSpec, choice: Choice, result: Result, fastest: float, plain: float, noise: Noise) -> Row:
+def row_of(cluster: ClusterSpec, choice: Choice, result: Result, fastest: float, plain: float, noise: Noise) -> Row:
     seconds, starved = None, 1.0
     if choice.ddp:
         quality = allreduce_factor(choice.method.wire)
@@ -211,7 +211,7 @@ def _row(cluster: ClusterSpec, choice: Choice, result: Result, fastest: float, p
         quality,
         result.step_time * quality.value * starved,
         seconds,
-        MEMORY[choice.algorithm],
+        MEMORY[choice.algorithm] + bool(choice.average_every),
     )
 
 
@@ -239,8 +239,8 @@ def _recommend(
     cluster: ClusterSpec, rows: list[Row], best: Row, facts: dict[str, float], worth: float, steps: int, seed: int
 ) -> dict[str, Any]:
     known = [r for r in rows if r.choice.ddp and _known(cluster, r)]
-    rival = min(known, key=_rank)
-    plain = min((r for r in known if r.choice.method.wire == "fp32"), key=_rank)
+    rival = min(known, key=rank)
+    plain = min((r for r in known if r.choice.method.wire == "fp32"), key=rank)
     gain, sure = 1 - best.score / rival.score, 1 - best.worst_score / rival.score
     exposed = max(0.0, 1 - facts["compute_seconds"] / rival.step_time)
     where = (

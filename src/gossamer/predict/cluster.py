@@ -168,10 +168,12 @@ class ComputeSpec(_Part):
 
 class ModelSpec(_Part):
     """The model: `mb` is the size of the fp32 parameters in 10^6 bytes, `buckets` how many buckets they are cut into
-    (None: as many as the engine chooses)."""
+    (None: as many as the engine chooses). `equal_layers`, if known, are parameters of equal size; DDP cuts none.
+    """
 
     mb: Megabytes
     source: Source = "given"
+    equal_layers: Annotated[int, Field(ge=1, le=MOST_BUCKETS)] | None = None
     buckets: Annotated[int, Field(ge=1, le=MOST_BUCKETS)] | None = None
 
     @property

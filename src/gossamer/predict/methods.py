@@ -1,7 +1,8 @@
 """Methods by name. `bench`, `compare`, `simulate` and `advise` compare methods, written `NAME[:TOPOLOGY[:WIRE]]`.
 
 `ddp` is torch's DistributedDataParallel with Adam, the baseline; it has no topology, so its second part is a wire:
-`ddp:bf16` is DDP with torch's bf16 communication hook. Every other name gossips: `dadam:ring`, `accumadam:aer:bf16`.
+`ddp:bf16` is DDP with torch's bf16 communication hook. `diloco` and `localsgd` take local steps between exact averages
+in fp32, and have neither topology nor wire. Every other name gossips: `dadam:ring`, `accumadam:aer:bf16`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from typing import Literal, cast
 from gossamer.errors import InputError
 from gossamer.topology import registry
 
-Algorithm = Literal["ddp", "awc", "ad-psgd", "a2cid2"]
-WireName = Literal["fp32", "bf16", "fp16", "int8"]
+Algorithm = Literal["ddp", "local", "awc", "ad-psgd", "a2cid2"]
+WireName = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 
-# Bytes in flight per fp32 element. int8 carries one fp32 scale for every block of 256 elements.
-WIRES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0 + 4.0 / 256}
+# Bytes in flight per fp32 element. int8 and int4 carry one bf16 scale for every block of 128 elements.
+WIRES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0 + 2.0 / 128, "int4": 0.5 + 2.0 / 128}
+ANCHORED = ("int8", "int4")  # relative to the last exact average
 DDP_WIRES = ("fp32", "bf16", "fp16")  # the wires of torch's communication hooks
 DEFAULT_TOPOLOGY = "aer"
+LOCAL_STEPS = 8  # of diloco and localsgd between two averages, unless `every` says otherwise
+DILOCO_LR, DILOCO_MOMENTUM = 0.7, 0.9  # the usual values of DiLoCo's outer step
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ FAMILIES: dict[str, Family] = {
     "dadam": Family("awc", "adam", "gossip while computing, Adam with local moments"),
     "gossipadam": Family("awc", "gossipadam", "gossip while computing, Adam with the second moment of all replicas"),
     "accumadam": Family("awc", "accumadam", "gossip while computing, Adam with accumulated moments"),
+    "diloco": Family("local", "adam", "DiLoCo: local steps, then Nesterov on the exact average", "torchft"),
+    "localsgd": Family("local", "adam", "LocalSGD: local steps, then the exact average", "torchft"),
     "ad-psgd": Family("ad-psgd", "sgd", "asynchronous pairwise gossip"),
     "a2cid2": Family("a2cid2", "sgd", "asynchronous pairwise gossip with continuous momentum"),
     "decent-dp": Family("awc", "adam", "the peer package Decent-DP: flat exchanges, no staggering", "decent-dp"),
@@ -47,7 +53,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Method:
-    """One parsed method. `topology` is None for DDP only; `str(method)` gives the full written form."""
+    """One parsed method. `topology` is None where all workers average exactly; `str(method)` is the full form."""
 
     name: str
     algorithm: Algorithm
@@ -63,6 +69,17 @@ class Method:
     def asynchronous(self) -> bool:
         return self.algorithm in ("ad-psgd", "a2cid2")
 
+    @property
+    def exact(self) -> bool:
+        """Whether all workers average exactly, by all-reduces: DDP, DiLoCo and LocalSGD."""
+        return self.algorithm in ("ddp", "local")
+
+    def local_steps(self, every: int) -> int:
+        """Steps between two exchanges, where `every` are asked for and 1 is the default."""
+        if self.algorithm == "local":
+            return every if every > 1 else LOCAL_STEPS
+        return every if self.algorithm == "awc" and self.package == "gossamer" else 1
+
     def __str__(self) -> str:
         parts = [self.name, self.topology, self.wire if self.wire != "fp32" else None]
         return ":".join(p for p in parts if p)
@@ -77,6 +94,13 @@ def parse(text: str) -> Method:
             f"unknown method {text!r}: {name!r} is not one of {', '.join(FAMILIES)}{_near(name, FAMILIES)}"
         )
     family = FAMILIES[name]
+    if family.algorithm == "local":
+        if rest:
+            raise InputError(
+                f"method {text!r}: {name} averages over all workers in fp32, so it has neither topology nor wire; "
+                f"write {name}"
+            )
+        return Method(name, "local", family.optimizer, None, "fp32")
     room = 1 if family.algorithm == "ddp" else 2
     if len(rest) > room or not all(rest):
         form = f"{name}[:WIRE]" if room == 1 else f"{name}[:TOPOLOGY[:WIRE]]"
@@ -99,6 +123,10 @@ def parse(text: str) -> Method:
     if wire not in WIRES:
         raise InputError(
             f"method {text!r}: unknown wire {wire!r}, the wires are {', '.join(WIRES)}{_near(wire, WIRES)}"
+        )
+    if wire == "int4" and family.algorithm in ("ad-psgd", "a2cid2"):
+        raise InputError(
+            f"method {text!r}: int4 is relative to exact averages, and {name} makes none; write {name}:{topology}:int8"
         )
     if name == "decent-dp" and wire != "fp32":
         raise InputError(f"method {text!r}: decent-dp sends fp32 only; write decent-dp:{topology}")

@@ -13,6 +13,7 @@ from gossamer.predict.asynchronous import simulate_async
 from gossamer.predict.cluster import ClusterSpec, MiB
 from gossamer.predict.compute import parse_jitter
 from gossamer.predict.costs import AbstractCosts, ClusterCosts, Floats
+from gossamer.predict.local_steps import simulate_local
 from gossamer.predict.methods import Method, parse
 from gossamer.predict.processing import allreduce_cpu, serial_seconds, update_seconds, with_competition
 from gossamer.predict.simulator import PAPER, ExchangePolicy, Result, simulate, simulate_ddp
@@ -75,6 +76,14 @@ def ddp_shares(setting: Setting, buckets: int = 1) -> Floats:
     if isinstance(setting, Abstract):
         return np.full(buckets, 1 / buckets)
     total, cap = setting.model.bytes, setting.ddp.bucket_mb * MiB
+    layers = setting.model.equal_layers
+    if layers is not None:  # the layer that fills a bucket closes it
+        filled = [0.0]
+        for _ in range(layers):
+            if filled[-1] >= (min(MiB, cap) if len(filled) == 1 else cap):
+                filled.append(0.0)
+            filled[-1] += total / layers
+        return np.array(filled) / total
     first = min(MiB, cap, total)
     rest = total - first
     count = math.ceil(rest / cap)
@@ -114,7 +123,8 @@ def predict(
         setting = of_nodes(setting, method, steps, seed)
     policy = policy or default_policy(setting, method)
     layout = setting.layout
-    room = steps * (policy.staleness + policy.every) if method.algorithm == "awc" else steps
+    every = method.local_steps(policy.every)
+    room = steps * (policy.staleness * (method.algorithm == "awc") + every)
     if room * layout.n > MOST_TIMES:
         raise InputError(
             f"{room} steps of {layout.n} workers are too many to simulate (at most {MOST_TIMES} in all); pass fewer"
@@ -142,6 +152,8 @@ def predict(
             hidden = allreduce_cpu(setting, setting.model.bytes, method.wire) * (1 - float(shares[-1]))
             draws = with_competition(setting, draws, hidden)
         return simulate_ddp(costs, draws, shares, backward_share=share, update=update, trace_steps=trace_steps)
+    if method.algorithm == "local":
+        return simulate_local(costs, draws, every=every, update=update, trace_steps=trace_steps)
     topology = build(method.topology or "", layout)
     schedule = Schedule(topology)
     if isinstance(setting, ClusterSpec) and setting.costs is not None:

@@ -56,8 +56,8 @@ def serial_seconds(
     costs = cluster.costs
     if costs is None or method.package == "decent-dp":  # the presets' compute times are fitted to that package's
         return update, 0.0
-    if method.algorithm == "ddp":
-        return update + costs.ddp_us * 1e-6, 0.0
+    if method.exact:
+        return update + costs.ddp_us * 1e-6 * (method.algorithm == "ddp"), 0.0
     mix = (3 if copies else 1) * cluster.model.bytes / GB / costs.mix_gb_per_s + buckets * costs.bucket_us * 1e-6
     return update + costs.step_us * 1e-6, mix / fragments
 

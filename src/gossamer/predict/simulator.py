@@ -59,6 +59,8 @@ class ExchangePolicy:
             raise InputError(f"buckets must be at most {MOST_BUCKETS}, got {self.buckets}; use fewer")
         if self.combine == "atc" and self.staleness:
             raise InputError(f"atc waits for every exchange, so staleness must be 0, got {self.staleness}")
+        if self.outer and self.staleness:
+            raise InputError(f"an outer step waits for its exchange, so staleness must be 0, got {self.staleness}")
 
 
 TINY = 1e-12  # shorter waits are rounding errors
@@ -137,7 +139,8 @@ class Network:
         round = self.schedule.round(k, bucket)
         found = self._prepared.get(id(round))
         if found is None:  # the round is kept too, so that its id is not used again
-            found = self._prepared[id(round)] = round, self.costs.exchange(round, 1 / self.policy.buckets)
+            exact = round is self.schedule.everyone
+            found = self._prepared[id(round)] = round, self.costs.exchange(round, 1 / self.policy.buckets, exact=exact)
         return found[1]
 
 
@@ -405,6 +408,17 @@ class Recorder:
                 self.spans.append(Span("wait", i, max(done, last), end, {"step": k, "link": "all"}))
             if update:
                 self.spans.append(Span("step", i, end, end + update, {"step": k}))
+
+    def all_reduced(self, step: int, k: int, ready: Floats, last: float, end: float, slowest: int) -> None:
+        """Record an all-reduce of the parameters: all workers wait for the slowest one, then for the links."""
+        for i, since in enumerate(ready.tolist()):
+            if end > since + TINY:
+                attrs = {"round": k, "bucket": 0, "peer": slowest}
+                self.spans.append(Span("exchange", i, since, end, attrs))
+            if last > since + TINY:
+                self.spans.append(Span("wait", i, since, last, {"step": step, "peer": slowest}))
+            if end > last + TINY:
+                self.spans.append(Span("wait", i, last, end, {"step": step, "link": "all"}))
 
     def close(self) -> None:
         """Drop spans after the recorded steps, and sort the spans by time."""

@@ -70,11 +70,17 @@ class RunConfig(BaseModel):
     combine: Literal["awc", "atc"] = "awc"
     """Synchronous gossip: overlap the exchange with the next step (awc), or adapt, then combine (atc)."""
     every: Count = 1
-    """Steps between two exchanges."""
+    """Steps between two exchanges. diloco and localsgd: at least 2, by default 8."""
     staleness: Whole = 0
     """Steps that a worker may take without mixing while a late exchange is in flight (awc only)."""
     average_every: Whole = 0
     """Steps between exact global averages of the parameters; 0 disables them."""
+    outer: Literal["nesterov", "heavy-ball", "accelerated", "slowmo"] | None = None
+    """Outer step of gossip on the drift of --every local steps; slowmo: at the averages of --average-every."""
+    outer_lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Learning rate of the outer step. By default 0.7, for slowmo 1; diloco takes it as well."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Momentum of the outer step. By default 0.5, for diloco 0.9."""
     fragments: Count = 1
     """Exchange one of so many parts of the model in each step, in turn."""
     exact_inside: bool = False
@@ -86,10 +92,10 @@ class RunConfig(BaseModel):
     """When a worker dies: end the run, or continue without the worker and replace it."""
     max_replacements: Whole = 3
     """Largest number of dead workers that are replaced in a run, with --on-failure continue."""
-    soft_deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.5
-    """Seconds that a step waits for a late neighbor before it proceeds, with --on-failure continue."""
-    hard_deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
-    """Seconds of silence after which a worker counts as dead, with --on-failure continue."""
+    soft_deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Seconds that a step waits for a late neighbor, with --on-failure continue. By default learned per neighbor."""
+    hard_deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Seconds of silence after which a worker is dead, with --on-failure continue. By default learned, at least 5."""
     checkpoint_every: Whole = 0
     """Steps between checkpoints; 0 saves only at the end and when the run is interrupted."""
     save_final: bool = True
@@ -120,10 +126,11 @@ class RunConfig(BaseModel):
                 raise ValueError(
                     f"on_failure 'continue' cannot be combined with {' and '.join(unfit)}; leave out either"
                 )
-            if self.soft_deadline > self.hard_deadline:
+            soft, hard = self.soft_deadline, self.hard_deadline
+            if soft is not None and hard is not None and soft > hard:
                 raise ValueError(
-                    f"soft_deadline {self.soft_deadline:g} (proceed without a late neighbor) must not be longer than "
-                    f"hard_deadline {self.hard_deadline:g} (a silent worker is dead)"
+                    f"soft_deadline {soft:g} (proceed without a late neighbor) must not be longer than "
+                    f"hard_deadline {hard:g} (a silent worker is dead)"
                 )
         return self
 

@@ -20,6 +20,8 @@ DEFAULT_LR = {"adam": 2e-3, "gossipadam": 2e-3, "accumadam": 2e-3, "sgd": 0.05}
 class Method(Protocol):
     """A parsed `NAME[:TOPOLOGY[:WIRE]]`."""
 
+    def local_steps(self, every: int) -> int: ...
+
     @property
     def name(self) -> str: ...
     @property
@@ -30,6 +32,8 @@ class Method(Protocol):
     def topology(self) -> str | None: ...
     @property
     def wire(self) -> str: ...
+    @property
+    def exact(self) -> bool: ...
 
 
 def optimizer_name(method: Method, config: RunConfig) -> str:
@@ -59,9 +63,14 @@ def make_optimizer(method: Method, parameters: Iterable[nn.Parameter], config: R
 
 
 def refuse_unfit(method: Method, config: RunConfig) -> None:
-    """Refuse settings that DDP does not support; settings of gossip are checked where they are built."""
-    if method.algorithm != "ddp":
+    """Refuse settings that all-reduce does not support; settings of gossip are checked where they are built."""
+    if not method.exact:
         return
+    if method.algorithm == "local" and not config.virtual:
+        refused = {"exact_inside": config.exact_inside, "trace": config.trace}
+        unfit = next((name for name, given in refused.items() if given), None)
+        if unfit is not None:
+            raise InputError(f"{method.name} is torchft's own code on processes, without {unfit}; leave it out")
     if config.on_failure == "continue":
         raise InputError(
             f"on_failure 'continue' needs gossip, and {method.name} ends when a worker dies; leave it out, or "
@@ -78,9 +87,17 @@ def gossip_settings(method: Method, config: RunConfig) -> dict[str, Any]:
     """Return the arguments of `gossamer.decentralize`."""
     if method.name == "decent-dp":
         raise InputError("the recipes train with Gossamer and torch, not with decent-dp; measure it by gossamer bench")
+    if method.algorithm == "local":
+        return {"topology": "complete", "algorithm": _exact_average(method, config)}
     given = {name: getattr(config, name) for name in ("every", "staleness", "average_every", "fragments")}
-    chosen = {name: value for name, value in given.items() if value != RunConfig.model_fields[name].default}
+    chosen: dict[str, Any] = {
+        name: value for name, value in given.items() if value != RunConfig.model_fields[name].default
+    }
     name = config.combine if method.algorithm == "awc" else method.algorithm
+    if config.outer is None and (config.outer_lr is not None or config.outer_momentum is not None):
+        raise InputError(f"outer_lr and outer_momentum need an outer step, and {method.name} has none; choose outer")
+    if config.outer is not None:
+        chosen["outer"] = gossamer.outer_named(config.outer, config.outer_lr, config.outer_momentum)
     elastic = config.on_failure == "continue"
     return {
         "topology": method.topology,
@@ -90,6 +107,18 @@ def gossip_settings(method: Method, config: RunConfig) -> dict[str, Any]:
         if elastic
         else "raise",
     }
+
+
+def outer_settings(config: RunConfig) -> dict[str, float]:
+    """Return the learning rate and the momentum of DiLoCo's outer step."""
+    lr, momentum = config.outer_lr, config.outer_momentum
+    return {"lr": 0.7 if lr is None else lr, "momentum": 0.9 if momentum is None else momentum}
+
+
+def _exact_average(method: Method, config: RunConfig) -> gossamer.ATC:
+    """Return the policy that computes what LocalSGD and DiLoCo compute, on the complete topology."""
+    outer = gossamer.Nesterov(**outer_settings(config)) if method.name == "diloco" else None
+    return gossamer.ATC(every=method.local_steps(config.every), outer=outer)
 
 
 def factor(config: RunConfig) -> Callable[[int], float]:

@@ -29,6 +29,7 @@ from gossamer.recipes.strategy import (
     DdpStrategy,
     ElasticStrategy,
     GossipStrategy,
+    PeerStrategy,
     Strategy,
     VirtualStrategy,
     Wrap,
@@ -94,7 +95,8 @@ def run(
 ) -> Progress:
     """Train as worker `rank`, or as all virtual workers; every worker must call it.
 
-    `wrap` wraps the model into DDP, see `DdpStrategy`; `watch` receives the rows that are written.
+    `wrap` wraps the model into DDP, see `DdpStrategy`, or hands it to a peer, see `PeerStrategy`; `watch` receives the
+    rows that are written.
     """
     if config.virtual:
         torch.set_num_threads(config.threads)
@@ -155,5 +157,8 @@ def make_strategy(
         return VirtualStrategy(task, method, config)
     if method.algorithm == "ddp":
         return DdpStrategy(task, method, config, rank, wrap)
+    if method.algorithm == "local":
+        assert wrap is not None
+        return PeerStrategy(task, method, config, rank, wrap)
     kind = ElasticStrategy if config.on_failure == "continue" else GossipStrategy
     return kind(task, method, config, rank, folder / "trace" if config.trace else None)

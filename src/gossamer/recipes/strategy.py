@@ -16,14 +16,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossamer
-from gossamer import GossamerError
+from gossamer import GossamerError, InputError
 from gossamer.recipes.config import RunConfig
 from gossamer.recipes.graceful_stop import Stop, StopAlone, StopHere, StopTogether
 from gossamer.recipes.methods import Method, gossip_settings, refuse_unfit
 from gossamer.recipes.replica import Replica, make_replica
 from gossamer.recipes.task import Task
 
-Wrap = Callable[[nn.Module, torch.optim.Optimizer], DistributedDataParallel]  # into torch's DDP
+Wrap = Callable[[nn.Module, torch.optim.Optimizer], Any]  # into torch's DDP, or a `Peer`
 WIRE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -41,6 +41,17 @@ class Pause(Protocol):
 
     def advance(self) -> None:
         """Set the step count to that of the furthest worker in the meeting."""
+
+
+class Peer(Protocol):
+    """Another package that trains a model by local steps and exact averages."""
+
+    @property
+    def seconds_waited(self) -> float: ...
+    @property
+    def bytes_sent(self) -> float: ...
+    def averaged(self) -> AbstractContextManager[nn.Module]: ...
+    def close(self) -> None: ...
 
 
 class Strategy(ABC):
@@ -220,6 +231,38 @@ class DdpStrategy(Strategy):
         return self._bytes_per_step * self.replicas[0].scheduler.last_epoch
 
 
+class PeerStrategy(Strategy):
+    """This process is one of n workers that another package averages every few steps: LocalSGD or DiLoCo of torchft."""
+
+    lockstep = True
+
+    def __init__(self, task: Task, method: Method, config: RunConfig, rank: int, wrap: Wrap):
+        replica = make_replica(task, method, config, [rank])
+        self._peer: Peer = wrap(replica.model, replica.optimizer)
+        super().__init__([replica], [rank], config.workers, None)
+
+    def averaged(self) -> AbstractContextManager[nn.Module]:
+        return self._peer.averaged()
+
+    def consensus_distance(self) -> None:
+        """Not measured: the workers differ between two averages only."""
+
+    def bytes_sent(self) -> float:
+        return self._peer.bytes_sent
+
+    def seconds_waited(self) -> float:
+        return self._peer.seconds_waited
+
+    def load(self, checkpoints: gossamer.Checkpoints) -> dict[str, Any]:
+        raise InputError(
+            "a run of diloco or localsgd on processes cannot be resumed: its outer point and momentum belong to "
+            "torchft and are not in the checkpoint; start it again, or train it with --virtual"
+        )
+
+    def close(self) -> None:
+        self._peer.close()
+
+
 class GossipStrategy(Strategy):
     """This process is one of n workers that gossip."""
 
@@ -347,6 +390,7 @@ class VirtualStrategy(Strategy):
         self._workers = layout.n
         inside = (len(group) * reduced_bytes(replicas[0].model, len(group)) for group in groups)
         self._inside = sum(inside) / layout.n  # of one worker on average: nodes may differ
+        self._reduced = reduced_bytes(replicas[0].model, len(groups)) if method.algorithm == "local" else None
         self.cluster: gossamer.VirtualCluster | None = None
         if method.algorithm != "ddp":
             per_node = [1] * len(groups) if config.exact_inside else config.per_node
@@ -371,6 +415,8 @@ class VirtualStrategy(Strategy):
     def bytes_sent(self) -> float:
         gossips = [] if self.cluster is None else self.cluster.gossips
         between = sum(g.stats()["bytes_sent"] for g in gossips) / self._workers
+        if self._reduced is not None:  # those of an all-reduce, by which diloco and localsgd average
+            between = self._reduced * gossips[0].stats()["rounds"] * len(gossips) / self._workers
         return float(between + self._inside * self.replicas[0].scheduler.last_epoch)
 
     def _rank_of(self, peer: int) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gossamer.errors import InputError
 from gossamer.predict.methods import parse
-from gossamer.report.plots.style import INK, check_output, method_styles, new_figure, save, tidy
+from gossamer.report.plots.style import INK, check_output, method_styles, new_figure, save, say, tidy
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -18,63 +18,74 @@ if TYPE_CHECKING:
 
 
 def draw_bars(benches: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: str | Path) -> Path:
-    """Draw step times with their spread, one panel per benchmark.
+    """Draw step times with their spread, one panel per benchmark and one bar per method, named at its left.
 
-    The number on a bar is its speedup over DDP. A dashed line marks the mean compute time, which no synchronous method
-    can beat; a dotted line marks the compute time of workers at their own pace, the limit of asynchronous methods. The
-    bar of an invalid result is hatched.
+    The number at a bar is its time and its speedup over DDP. A dashed line marks the mean compute time, which no
+    synchronous method can beat; a dotted line marks the compute time of workers at their own pace, the limit of
+    asynchronous methods. The bar of an invalid result is hatched.
     """
     path = check_output(path)
     groups = [benches] if isinstance(benches, Mapping) else list(benches)
-    names = list(dict.fromkeys(r["method"] for g in groups for r in g["results"] if "skipped" not in r))
+    measured = [[r for r in g["results"] if "skipped" not in r] for g in groups]
+    names = list(dict.fromkeys(r["method"] for results in measured for r in results))
     if not names:
         raise InputError("there is nothing to draw: every method was skipped")
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     styles = method_styles(names)
-    figure = new_figure(max(4.6, len(groups) * (0.8 + 0.62 * len(names))), 4.2)
-    axes = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
-    for axis, group in zip(axes, groups, strict=True):
-        _draw_group(axis, group, styles)
-    axes[0].set_ylabel("step time (ms)")
-    axes[0].margins(y=0.12)
-    axes[0].set_ylim(bottom=0)
+    rows = [max(1, len(results)) for results in measured]
+    figure = new_figure(7.4, 1.3 + sum(0.5 + 0.3 * count for count in rows))
+    axes = figure.subplots(len(groups), 1, sharex=True, squeeze=False, height_ratios=[0.6 + n for n in rows])[:, 0]
+    for axis, group, results in zip(axes, groups, measured, strict=True):
+        _draw_group(axis, group, results, styles)
+    axes[-1].set_xlabel("step time (ms)")
+    axes[-1].set_xlim(0, 1.22 * max(r["step_ms_spread"][1] for results in measured for r in results))
     handles: list[Artist] = [Line2D([], [], color=INK, linestyle="dashed", linewidth=1, label="mean compute")]
     if any(map(_asynchronous, groups)):
         handles.append(Line2D([], [], color=INK, linestyle="dotted", linewidth=1, label="compute, own pace"))
-    if any(r.get("valid") is False for g in groups for r in g["results"]):
+    if any(r.get("valid") is False for results in measured for r in results):
         handles.append(Patch(facecolor="white", edgecolor=INK, hatch="///", label="INVALID"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=8, frameon=False)
+    figure.legend(handles=handles, loc="outside lower right", ncols=3, fontsize=8, frameon=False)
+    say(figure, " ".join(_sentence(group, results) for group, results in zip(groups, measured, strict=True) if results))
     return save(figure, path)
 
 
-def _draw_group(axis: Axes, bench: Mapping[str, Any], styles: Mapping[str, MethodStyle]) -> None:
-    results = [r for r in bench["results"] if "skipped" not in r]
-    for x, r in enumerate(results):
+def _sentence(bench: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
+    """Say which method is fastest, and how close it is to what compute allows."""
+    best = min(results, key=lambda r: r["step_ms"])
+    speedup = best.get("speedup_vs_ddp")
+    than = f", {speedup:.2f} times as fast as ddp" if speedup and best["method"] != "ddp" else ""
+    compute = bench["ideal"]["mean_compute_ms"]
+    return f"{best['method']} is fastest: {best['step_ms']:.0f} ms a step{than}; compute alone takes {compute:.0f} ms."
+
+
+def _draw_group(
+    axis: Axes, bench: Mapping[str, Any], results: Sequence[Mapping[str, Any]], styles: Mapping[str, MethodStyle]
+) -> None:
+    for y, r in enumerate(results):
         low, high = r["step_ms_spread"]
-        axis.bar(
-            x,
+        axis.barh(
+            y,
             r["step_ms"],
-            0.75,
+            0.72,
             color=styles[r["method"]].color,
-            yerr=[[r["step_ms"] - low], [high - r["step_ms"]]],
+            xerr=[[r["step_ms"] - low], [high - r["step_ms"]]],
             error_kw={"elinewidth": 1, "capsize": 2, "ecolor": INK},
             hatch="///" if r.get("valid") is False else None,
             edgecolor="white",
             linewidth=0.5,
         )
-        if r.get("speedup_vs_ddp"):
-            text = f"{r['speedup_vs_ddp']:.2f}×"
-            axis.annotate(text, (x, high), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=8)
-    axis.axhline(bench["ideal"]["mean_compute_ms"], color=INK, linestyle="dashed", linewidth=1)
+        text = f"{r['step_ms']:.0f} ms" + (f", {r['speedup_vs_ddp']:.2f}×" if r.get("speedup_vs_ddp") else "")
+        axis.annotate(text, (high, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+    axis.axvline(bench["ideal"]["mean_compute_ms"], color=INK, linestyle="dashed", linewidth=1)
     if _asynchronous(bench):
-        axis.axhline(bench["ideal"]["asynchronous_ms"], color=INK, linestyle="dotted", linewidth=1)
-    labels = [r["method"] for r in results]
-    axis.set_xticks(range(len(results)), labels, fontsize=8, rotation=30, ha="right", rotation_mode="anchor")
-    axis.set_title(_label(bench), fontsize=8)
+        axis.axvline(bench["ideal"]["asynchronous_ms"], color=INK, linestyle="dotted", linewidth=1)
+    axis.set_yticks(range(len(results)), [r["method"] for r in results], fontsize=8)
+    axis.set_ylim(len(results) - 0.4, -0.6)
+    axis.set_title(_label(bench), fontsize=8, loc="left")
     tidy(axis)
-    axis.grid(axis="x", visible=False)
+    axis.grid(axis="y", visible=False)
 
 
 def _asynchronous(bench: Mapping[str, Any]) -> bool:
@@ -113,7 +124,7 @@ def _label(bench: Mapping[str, Any]) -> str:
     name = f"{c['name']}, " if c["name"] else ""
     gamma = "" if c["gamma"] is None else f", γ {c['gamma']:.2g}"
     jitter = "" if c["jitter"] == "none" else f", {c['jitter']}"
-    return f"{name}{c['nodes']} nodes, {sum(c['per_node'])} workers\nlinks {c['link']} ({c['network']}){gamma}{jitter}"
+    return f"{name}{c['nodes']} nodes, {sum(c['per_node'])} workers, links {c['link']} ({c['network']}){gamma}{jitter}"
 
 
 def markdown(bench: Mapping[str, Any]) -> str:

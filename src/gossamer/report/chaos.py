@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.errors import InputError
-from gossamer.report.plots.style import INK, check_output, new_figure, save, tidy
+from gossamer.report.plots.style import DASHES, INK, check_output, new_figure, save, say, tidy
 
 COLORS = {"kill": "#882255", "stop": "#e69f00", "cut": "#5d3a9b", "join": "#009e73", "slow": "#7f5f2a"}
 TRAINS, LOSS, CALM, STALLED = "#9ecae1", "#0072b2", "#8a8f98", "#d1342f"
@@ -51,7 +51,8 @@ def draw_chaos(data: Mapping[str, Any], path: str | Path) -> Path:
     kinds = [k for k in COLORS if any(f["kind"] == k for f in data["faults"])]
     handles = [Patch(color=TRAINS, label="trains"), *(Patch(color=COLORS[k], alpha=0.6, label=k) for k in kinds)]
     handles.append(Patch(color=STALLED, label=f"healthy worker stalled ≥ {MIN_STALL:g} s"))
-    figure.legend(handles=handles, ncols=len(handles), loc="outside upper center", frameon=False)
+    figure.legend(handles=handles, ncols=len(handles), loc="outside lower center", frameon=False, fontsize=8)
+    say(figure, _chaos_sentence(data))
     top.set_yticks(range(len(ranks)), [f"worker {rank}" for rank in ranks])
     top.set_ylim(len(ranks) - 0.4, -0.8)
     for calm in data["calm_final_losses"]:
@@ -64,10 +65,29 @@ def draw_chaos(data: Mapping[str, Any], path: str | Path) -> Path:
         Line2D([], [], ls="", marker="o", color=CALM, label="final without faults"),
     ]
     bottom.legend(handles=finals, loc="upper right", ncols=3, frameon=False, fontsize=8)
-    bottom.set(ylabel="loss", xlabel="seconds", xlim=(0, data["seconds"]))
+    bottom.set(ylabel="training loss", xlabel="time (s)", xlim=(0, data["seconds"]))
     tidy(top, bottom)
     top.grid(axis="y", visible=False)
     return save(figure, path)
+
+
+def _chaos_sentence(data: Mapping[str, Any]) -> str:
+    """Say whether the run passed, how long healthy workers stalled, and how the loss compares."""
+    count, stall, final, calm = (
+        len(data["faults"]),
+        data["longest_stall_s"],
+        data["final_loss"],
+        data["calm_final_losses"],
+    )
+    text = f"{'Passed' if data['passed'] else 'Failed'}: {count} fault{'s' * (count != 1)} in {data['seconds']:.0f} s"
+    if stall is not None:
+        text += f", no healthy worker stalled for longer than {stall:.2g} s"
+    if final is not None:
+        text += f", final loss {final:.3g}"
+        if calm:
+            low, high = f"{min(calm):.3g}", f"{max(calm):.3g}"
+            text += f" (without faults {low if low == high else f'{low} to {high}'})"
+    return f"{text}."
 
 
 def draw_soak(data: Mapping[str, Any], path: str | Path) -> Path:
@@ -77,16 +97,26 @@ def draw_soak(data: Mapping[str, Any], path: str | Path) -> Path:
         raise InputError("there is nothing to draw: no worker lived long enough; pass a longer --seconds")
     figure = new_figure(9, 5)
     top, bottom = figure.subplots(2, 1, sharex=True)
-    for worker in data["memory"]["workers"]:
+    for at, worker in enumerate(data["memory"]["workers"]):
         times, rss, descriptors, threads = zip(*worker["samples"], strict=True)
-        (line,) = top.plot(times, rss, linewidth=1, label=f"worker {worker['worker']}")
+        dash = DASHES[at % len(DASHES)] or (None, None)  # the lines of equal workers lie on each other
+        (line,) = top.plot(times, rss, linewidth=1.2, label=f"worker {worker['worker']}", dashes=dash)
         bottom.plot(times, descriptors, linewidth=1, color=line.get_color())
         bottom.plot(times, threads, linewidth=1, linestyle=":", color=line.get_color())
     top.set_ylabel("resident memory (MB)")
     top.set_ylim(0, 1.2 * max(s[1] for w in data["memory"]["workers"] for s in w["samples"]))
     top.legend(frameon=False, ncols=4, loc="lower right")
-    bottom.set(ylabel="descriptors (—), threads (···)", xlabel="seconds")
+    bottom.set(ylabel="number of files (—), threads (···)", xlabel="time (s)")
     bottom.set_ylim(bottom=0)
+    bottom.set_xlim(left=0)
+    workers = data["memory"]["workers"]
+    growth = max(w["rss_growth_mb"] for w in workers)
+    files = max(w["descriptors_growth"] for w in workers)
+    say(
+        figure,
+        f"Flat lines are right: in {max(w['seconds'] for w in workers):.0f} s memory grew by at most {growth:+.2f} MB, "
+        f"and open files by {files:+.1f}.",
+    )
     tidy(top, bottom)
     return save(figure, path)
 

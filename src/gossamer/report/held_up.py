@@ -91,6 +91,7 @@ def in_trace(trace: Trace, run: str) -> HeldUp:
     slow = _slow_worker(trace)
     by_worker = {c.cause: c.share for c in causes if c.cause.startswith("worker ")}
     links = [c for c in causes if c.cause.startswith(("link ", "inside node "))]
+    links.sort(key=lambda c: (-c.mutual, -c.share))  # both ends wait for a slow link
     late = sum(by_worker.values())
     if slow is not None and late >= sum(c.share for c in links):
         worker, ratio = slow
@@ -139,13 +140,7 @@ def in_waits(folder: Path, run: str) -> HeldUp:
         rows = [r for r in rows if r["per_node"] == rows[0]["per_node"]]  # a resumed run may have had more workers
         node = Layout.of(rows[0]["per_node"]).node
         shares = {int(r["worker"]): r["waited"] / max(1e-9, r["seconds"]) for r in rows}
-        by_link: dict[str, float] = defaultdict(float)
-        for r in rows:
-            for peer, seconds in r["by_peer"].items():
-                a, b = sorted((node[int(r["worker"])], node[int(peer)]))
-                by_link[f"inside node {a}" if a == b else f"link {a}-{b}"] += (
-                    seconds / max(1e-9, r["seconds"]) / len(rows)
-                )
+        by_link = _link_shares(rows, node)
         buckets, size = int(rows[0]["buckets"]), float(rows[0]["bucket_bytes"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise InputError(f"the waits-*.json in {folder} are damaged; move them away, or train again") from None
@@ -164,6 +159,20 @@ def in_waits(folder: Path, run: str) -> HeldUp:
     worst = max(by_link, key=by_link.__getitem__)
     what = f"most waits were on {worst} (train with --trace to tell a slow link from late workers)"
     return _found(run, "link", worst, by_link[worst], waiting, what, worst)
+
+
+def _link_shares(rows: list[dict[str, Any]], node: tuple[int, ...]) -> dict[str, float]:
+    """The share of the workers' time in which both ends of each link waited alike."""
+    sides: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for r in rows:
+        here = node[int(r["worker"])]
+        for peer, seconds in r["by_peer"].items():
+            a, b = sorted((here, node[int(peer)]))
+            name = f"inside node {a}" if a == b else f"link {a}-{b}"
+            sides[name][here] += seconds / max(1e-9, r["seconds"]) / len(rows)
+    both = {name: 2 * min(s.values()) if len(s) > 1 else 0.0 for name, s in sides.items()}
+    inside = {name: sum(s.values()) for name, s in sides.items() if name.startswith("inside")}
+    return {**both, **inside}
 
 
 def _nothing(run: str, waiting: float) -> HeldUp:

@@ -14,7 +14,7 @@ from typing import Any
 from gossamer.errors import GossamerError
 from gossamer.report.html import page
 from gossamer.report.noise import noise_line, rounded
-from gossamer.report.plots.curves import legend, line_chart
+from gossamer.report.plots.curves import ends_sentence, legend, line_chart
 from gossamer.report.plots.style import check_matplotlib, write_text
 from gossamer.report.plots.timeline import timeline_figure, timeline_note
 from gossamer.report.runs import Found, Group, Run, find_runs, grouped, mean_std, read_object, summary
@@ -23,6 +23,7 @@ from gossamer.trace import Trace, merge, read_chrome
 
 TIMELINE_STEPS = 5
 TIMELINES = 4  # methods whose timeline is shown
+TITLED = 4  # methods that the title names
 POINTS = 400  # of a training curve; more cannot be distinguished
 
 Column = tuple[str, Callable[[dict[str, Any]], str]]
@@ -129,7 +130,8 @@ def _page(folder: Path, found: Found) -> str:
     columns, rows = _columns(groups), summary(groups)
     head = "".join(f"<th>{html.escape(name)}</th>" for name, _ in columns)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell(r))}</td>" for _, cell in columns) + "</tr>" for r in rows)
-    title = f"{groups[0].runs[0].config['task']}: {', '.join(g.label for g in groups)}"
+    named = ", ".join(g.label for g in groups) if len(groups) <= TITLED else f"{len(groups)} methods"
+    title = f"{groups[0].runs[0].config['task']}: {named}"
     parts = [
         f"<h1>{html.escape(title)}</h1>",
         f'<p class="verdict">{html.escape(verdict(groups))}</p>',
@@ -155,7 +157,10 @@ def _charts(groups: Sequence[Group]) -> list[str]:
     for title, name, axis in wanted:
         lines = {g.label: _mean_line(g, name, axis) for g in groups}
         small = name in ("loss", "train", "distance")  # values that fall toward 0
-        drawn.append(line_chart(lines, title=title, unit="step" if axis == "step" else "s", log_allowed=small))
+        unit = "step" if axis == "step" else "s"
+        higher = name == metric != "loss" and bool(groups[0].runs[0].content["higher_is_better"])
+        see = ends_sentence(lines, unit, higher=higher, distance=name == "distance")
+        drawn.append(line_chart(lines, title=title, unit=unit, see=see, log_allowed=small))
     return ["<h2>Curves</h2>", legend([g.label for g in groups]), '<div class="grid">', *drawn, "</div>"]
 
 

@@ -43,6 +43,18 @@ def command_line() -> str:
     return f"{name} {shlex.join(sys.argv[1:])}".strip()
 
 
+def check_record_folder(folder: Path) -> None:
+    """Raise `InputError` if a record cannot be written to the folder, or is there already."""
+    if (folder / "record.json").exists():
+        raise InputError(f"{folder} already holds a record; choose another --out, or remove it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the record's folder {folder}: {error.strerror}; choose another --out") from None
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"cannot write to the record's folder {folder}: Permission denied; choose another --out")
+
+
 def write_record(
     folder: str | os.PathLike[str],
     *,

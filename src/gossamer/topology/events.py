@@ -49,6 +49,7 @@ class Events:
     pairing: Literal["edges", "rounds"] = "edges"
     first: int = 0  # number of the first event
     start: float = 0.0  # time at which the clock starts
+    ranks: tuple[int, ...] | None = None  # the topology's worker i is rank ranks[i], ascending
 
     def __post_init__(self) -> None:
         if not (self.rate > 0 and math.isfinite(self.rate)):
@@ -74,7 +75,12 @@ class Events:
 
     def neighbors(self, worker: int) -> list[int]:
         """Return the workers that `worker` exchanges with."""
-        return [int(i + j) - worker for i, j in self.edges if worker in (i, j)]
+        return [int(i + j) - worker for i, j in self._named_edges.tolist() if worker in (i, j)]
+
+    @property
+    def _named_edges(self) -> np.ndarray:
+        """The union graph by rank."""
+        return self.edges if self.ranks is None else np.asarray(self.ranks)[self.edges]
 
     def stream(self, *, after: int = -1) -> Iterator[Event]:
         """Yield all events with a number above `after`, endlessly."""
@@ -84,11 +90,13 @@ class Events:
         time, number = self.start, self.first
         total = float(self.intensity.sum())
         if self.pairing == "edges":
-            groups = [self.edges[e : e + 1] for e in range(len(self.edges))]
+            groups = [self._named_edges[e : e + 1] for e in range(len(self.edges))]
             weights = self.intensity / total
             mean_gap = 1.0 / total
         else:
-            groups = [np.array([sorted(e) for e in color]) for color in edge_colors(map(tuple, self.edges.tolist()))]
+            groups = [
+                np.array([sorted(e) for e in color]) for color in edge_colors(map(tuple, self._named_edges.tolist()))
+            ]
             weights = np.full(len(groups), 1.0 / len(groups))
             mean_gap = float(np.mean([len(g) for g in groups])) / total
         while True:

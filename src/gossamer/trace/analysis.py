@@ -44,13 +44,18 @@ def summarize(trace: Trace) -> Summary:
 
 @dataclass(frozen=True)
 class WaitCause:
-    """Waiting that one worker or one link caused: total seconds, and their share of all workers' time."""
+    """Waiting that one worker or one link caused: total seconds, and their share of all workers' time.
+
+    `mutual` is the share in which both ends of a link waited alike: a slow link is waited for at both ends, while a
+    worker that is late because of another link is waited for at one.
+    """
 
     cause: str
     seconds: float
     share: float
     waits: int
     mostly: str  # the worker that waited most for it
+    mutual: float = 0.0
 
 
 def stragglers(trace: Trace) -> list[WaitCause]:
@@ -95,10 +100,19 @@ def stragglers(trace: Trace) -> list[WaitCause]:
             seconds / time if time else 0.0,
             count[cause],
             f"worker {max(by[cause], key=by[cause].__getitem__)}",
+            _mutual(trace, cause, by[cause]) / time if time else 0.0,
         )
         for cause, seconds in cost.items()
     ]
     return sorted(made, key=lambda b: -b.seconds)
+
+
+def _mutual(trace: Trace, cause: str, waiters: dict[int, float]) -> float:
+    """Seconds in which both ends of a link waited alike; 0 if the cause is no link between nodes."""
+    if not cause.startswith("link ") or not cause[5:].replace("-", "").isdigit():
+        return 0.0
+    ends = [int(end) for end in cause[5:].split("-")]
+    return len(ends) * min(sum(s for w, s in waiters.items() if trace.node[w] == end) for end in ends)
 
 
 def _link(ends: str) -> str:

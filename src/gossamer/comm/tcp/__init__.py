@@ -4,7 +4,8 @@
 """
 
 from gossamer.comm.tcp.directory import DirectoryClient, HostedDirectory, Unreachable, look
-from gossamer.comm.tcp.frame import Ask, Refused, digest
+from gossamer.comm.tcp.edge_deadlines import SILENT
+from gossamer.comm.tcp.frame import Ask, Refused, Verdict, digest
 from gossamer.comm.tcp.links import send_state
 from gossamer.comm.tcp.membership import Membership
 from gossamer.comm.tcp.record import Member, Record
@@ -12,6 +13,7 @@ from gossamer.comm.tcp.rendezvous import Arrival, Rendezvous
 from gossamer.comm.tcp.transport import TcpChannel, TcpTransport
 
 __all__ = [
+    "SILENT",
     "Arrival",
     "Ask",
     "DirectoryClient",
@@ -24,6 +26,7 @@ __all__ = [
     "TcpChannel",
     "TcpTransport",
     "Unreachable",
+    "Verdict",
     "digest",
     "look",
     "send_state",

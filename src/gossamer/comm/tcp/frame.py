@@ -15,7 +15,7 @@ import socket
 import struct
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from gossamer.comm.deadline import Deadline
 from gossamer.comm.transport import ChannelId, Purpose
@@ -27,6 +27,7 @@ LONGEST_HELLO = 4096
 HANDSHAKE = 2.0  # seconds for the whole handshake
 HEADER = struct.Struct("!4sBBHIQIHQ8s8s")
 CONTROL = ChannelId(0, Purpose.CONTROL)
+_VERDICT = struct.Struct("!qq")
 
 
 class Refused(GossamerError):
@@ -43,6 +44,8 @@ class Kind(IntEnum):
     STATE = 5  # my state, for a worker that asked for it
     LEAVING = 6  # I leave the job
     JUMPED = 7  # I skip all rounds before these; payload: the rounds of my lanes
+    DECIDED = 9  # a stage of a meeting is decided: the round is its number
+    VERDICT = 8  # what became of my asynchronous exchanges with you; payload: a Verdict
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,35 @@ class FrameHeader:
             raise Refused(f"a message announces {length} bytes, more than the {longest} this job can need")
         channel = ChannelId(lane, Purpose(purpose))
         return cls(Kind(kind), run, length, plan, channel, epoch, round, bucket, part)
+
+
+class Verdict(NamedTuple):
+    """What a worker says about its asynchronous exchanges with one peer, in one lane.
+
+    Note [Why an exchange has a verdict]: an exchange conserves the pair's sum only if both sides apply it. A side that
+    has everything says `done`, and applies the exchange once the other side has said so too. A side that gives up says
+    `skipped`, and never `done` afterwards. Each link begins with the latest verdict, so that a broken connection cannot
+    leave the two sides with different answers: only the death of one of them can.
+    """
+
+    done: int = -1  # number of the last exchange for which this side has everything
+    skipped: int = -1  # exchanges up to this number that are not done will not be
+
+    def pack(self) -> bytes:
+        return _VERDICT.pack(*self)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Verdict:
+        """Raise Refused if `payload` is not a verdict."""
+        if len(payload) != _VERDICT.size:
+            raise Refused(f"a verdict has {_VERDICT.size} bytes, got {len(payload)}")
+        return cls(*_VERDICT.unpack(payload))
+
+    def on(self, number: int) -> bool | None:
+        """Whether exchange `number` is done; None if that is still open."""
+        if self.done >= number:
+            return True
+        return False if self.skipped >= number else None
 
 
 class Ask(IntEnum):

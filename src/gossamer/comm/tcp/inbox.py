@@ -8,12 +8,14 @@ after `cancel` nothing is written to it, even if a part of the message is still 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from gossamer.comm.tcp.frame import Verdict
 from gossamer.comm.transport import ChannelId, Purpose
 
 
@@ -42,6 +44,7 @@ class Slot:
     filled: bool = False
     failed: str = ""  # the reason why the message will not come
     canceled: bool = False
+    posted: float = field(default_factory=lambda: time.monotonic())
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while bytes are written
 
     @property
@@ -52,11 +55,15 @@ class Slot:
 class Inbox:
     """The messages that one worker waits for. `changed` is notified whenever a slot is filled or fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, arrived: Callable[[int, float], None] = lambda sender, lag: None) -> None:
+        """`arrived(sender, lag)` is called for the first message of each exchange of a round or event."""
+        self._arrived = arrived
+        self._missed: dict[Key, Slot] = {}  # given up before the message came
         self.changed = threading.Condition()
         self._waiting: dict[Key, Slot] = {}
         self._early: dict[Key, Slot] = {}
         self._skipped: dict[tuple[int, ChannelId, int], int] = {}  # last round that (sender, channel, bucket) skips
+        self._verdicts: dict[tuple[int, int], Verdict] = {}  # by sender and lane
 
     def post(self, key: Key, epoch: int, round: int, plan: bytes, view: memoryview) -> Slot:
         """Wait for a message. A channel has one exchange of a bucket under way, so a key has one slot."""
@@ -70,6 +77,7 @@ class Inbox:
                 else:
                     view[:] = early.view
                     slot.filled = True
+                    self._count(slot)
                 return slot
             if early is not None and early.round > round:
                 slot.failed = f"worker {key.sender} is already in round {early.round}"
@@ -87,6 +95,7 @@ class Inbox:
             with self.changed:
                 if self._waiting.get(slot.key) is slot:
                     del self._waiting[slot.key]
+                    self._missed[slot.key] = slot
             with slot.lock:
                 slot.canceled = True
 
@@ -94,6 +103,9 @@ class Inbox:
         """Return the slot for a message that begins to arrive. Slots that wait for an older message with this key
         fail, because the sender sends in order."""
         with self.changed:
+            missed = self._missed.pop(key, None)
+            if missed is not None and missed.round == round:
+                self._count(missed)
             slot = self._waiting.get(key)
             if slot is not None and (slot.epoch, slot.round) == (epoch, round):
                 if slot.plan == plan and len(slot.view) == length:
@@ -120,6 +132,7 @@ class Inbox:
                 return
             if self._waiting.get(slot.key) is slot:
                 del self._waiting[slot.key]
+                self._count(slot)
             else:  # it was kept as early, and a buffer may have been posted for it since
                 waiting = self._waiting.get(slot.key)
                 if waiting is not None and (waiting.epoch, waiting.round) == (slot.epoch, slot.round):
@@ -128,10 +141,16 @@ class Inbox:
                     if len(waiting.view) == len(slot.view) and waiting.plan == slot.plan:
                         waiting.view[:] = slot.view
                         waiting.filled = True
+                        self._count(waiting)
                     else:
                         waiting.failed = _lengths(slot, len(waiting.view))
             slot.filled = True
             self.changed.notify_all()
+
+    def _count(self, slot: Slot) -> None:
+        """The message of `slot` is there: note how long after `post` it came."""
+        if slot.key.in_a_round and slot.key.part == 0:
+            self._arrived(slot.key.sender, time.monotonic() - slot.posted)
 
     def skip(self, sender: int, channel: ChannelId, bucket: int, round: int) -> None:
         """Expect nothing more from `sender` for `round` and earlier rounds of this channel and bucket."""
@@ -146,6 +165,16 @@ class Inbox:
                 slot.failed = f"worker {sender} skipped the round"
                 del self._waiting[key]
         self.changed.notify_all()
+
+    def judge(self, sender: int, lane: int, verdict: Verdict) -> None:
+        """Note what `sender` says about its asynchronous exchanges with this worker."""
+        with self.changed:
+            self._verdicts[sender, lane] = verdict
+            self.changed.notify_all()
+
+    def verdict(self, sender: int, lane: int) -> Verdict:
+        """What `sender` said last."""
+        return self._verdicts.get((sender, lane), Verdict())
 
     def jump(self, sender: int, rounds: list[int]) -> None:
         """Expect nothing more from `sender` for any round of a lane before `rounds[lane]`."""
@@ -168,6 +197,10 @@ class Inbox:
                     del self._early[key]
                 for place in [p for p in self._skipped if p[0] == sender]:
                     del self._skipped[place]
+                for pair in [p for p in self._verdicts if p[0] == sender]:
+                    del self._verdicts[pair]
+                for key in [k for k in self._missed if k.sender == sender]:
+                    del self._missed[key]
             self.changed.notify_all()
 
     def replan(self, epoch: int, starts: list[int]) -> None:

@@ -11,11 +11,13 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from gossamer.comm.tcp.edge_deadlines import WINDOW
 from gossamer.comm.tcp.frame import HEADER, FrameHeader, Kind, Refused, read_exactly
 from gossamer.comm.tcp.inbox import Inbox, Key
 from gossamer.comm.transport import ChannelId
@@ -48,7 +50,20 @@ class Peer:
     dead: str = ""  # the reason why this process cannot come back
     late: bool = False
     rounds: list[int] = field(default_factory=list)  # as of the last heartbeat
-    skipped: dict[Subject, bytes] = field(default_factory=dict)  # SKIPPED frames, sent again on every new link
+    last_beat: float | None = None
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # seconds between the last heartbeats
+    lasting: dict[Subject, bytes] = field(default_factory=dict)  # SKIPPED and VERDICT frames, repeated on new links
+
+    def beat(self) -> None:
+        """Note that a heartbeat of the peer has arrived."""
+        now = time.monotonic()
+        if self.last_beat is not None:
+            self.gaps.append(now - self.last_beat)
+        self.last_beat = now
+
+    def silence(self) -> float:
+        """Seconds since anything was heard of the peer."""
+        return time.monotonic() - self.heard
 
     def report(self, rounds: list[int]) -> None:
         """Note the peer's progress. A peer that makes progress is not late any more."""

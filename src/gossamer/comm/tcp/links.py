@@ -8,7 +8,18 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from gossamer.comm.tcp.frame import HEADER, Ask, FrameHeader, Hello, Kind, Refused, meet, read_exactly, read_into
+from gossamer.comm.tcp.frame import (
+    HEADER,
+    Ask,
+    FrameHeader,
+    Hello,
+    Kind,
+    Refused,
+    Verdict,
+    meet,
+    read_exactly,
+    read_into,
+)
 from gossamer.comm.tcp.inbox import Inbox
 from gossamer.comm.tcp.link import Link, Peer
 
@@ -26,6 +37,7 @@ class LinkTable:
         hello: Returns what this worker says about itself in a handshake.
         on_frame: Called with every frame that is not a message of an exchange, by the thread that read it.
         on_closed: Called when a link has closed, except by `close`.
+        arrived: Called with the sender of a message, and how late the message was.
     """
 
     def __init__(
@@ -36,9 +48,10 @@ class LinkTable:
         hello: Callable[[], Hello],
         on_frame: Callable[[Peer, FrameHeader, bytes], None],
         on_closed: Callable[[Peer], None],
+        arrived: Callable[[int, float], None] = lambda sender, lag: None,
     ):
         self.rank, self.run, self.longest = rank, run, longest
-        self.inbox = Inbox()
+        self.inbox = Inbox(arrived)
         self.peers: dict[int, Peer] = {}
         self.refusals: dict[int, int] = {}  # by rank, -1 for strangers
         self.last_refusal = ""
@@ -98,7 +111,7 @@ class LinkTable:
         link = Link(connection, peer, self)
         with self._lock:
             old, peer.link = peer.link, link
-            for subject, frame in peer.skipped.items():
+            for subject, frame in peer.lasting.items():
                 link.post(subject, frame)
             peer.heard = time.monotonic()
         if old is not None:
@@ -136,22 +149,24 @@ class LinkTable:
             links = [link for peer in peers if (link := peer.link) is not None]
             for link in links:
                 link.post(subject, frame)
-            if header.kind is Kind.SKIPPED:
+            if header.kind in (Kind.SKIPPED, Kind.VERDICT):
                 for peer in peers:
-                    peer.skipped[subject] = frame
+                    peer.lasting[subject] = frame
         for link in links:
             link.flush()
 
-    def forget_skipped(self) -> None:
-        """Do not repeat earlier SKIPPED frames on new links: this worker joins again, at another round."""
+    def forget_lasting(self) -> None:
+        """Do not repeat earlier SKIPPED and VERDICT frames on new links: this worker joins again, at another round."""
         with self._lock:
             for peer in self.peers.values():
-                peer.skipped.clear()
+                peer.lasting.clear()
 
     def received(self, peer: Peer, header: FrameHeader, payload: bytes) -> None:
         """Handle a frame that is not a message of an exchange."""
         if header.kind is Kind.SKIPPED:
             self.inbox.skip(peer.rank, header.channel, header.bucket, header.round)
+        elif header.kind is Kind.VERDICT:
+            self.inbox.judge(peer.rank, header.channel.lane, Verdict.unpack(payload))
         else:
             self._on_frame(peer, header, payload)
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
+from gossamer.comm.tcp.edge_deadlines import silence_bound
 from gossamer.comm.tcp.frame import FrameHeader
 from gossamer.comm.tcp.link import Peer
 from gossamer.comm.tcp.links import LinkTable
@@ -20,7 +21,7 @@ class Liveness:
 
     Args:
         links: The links of this worker.
-        hard_deadline: Seconds of silence after which a peer counts as dead.
+        hard_deadline: Seconds of silence after which a peer counts as dead; None: learned from its heartbeats.
         members: Returns the current members, by rank.
         heartbeat: Returns the header and payload of the next heartbeat.
         on_doubt: Called when a watched member seems dead or refuses this worker.
@@ -29,7 +30,7 @@ class Liveness:
     def __init__(
         self,
         links: LinkTable,
-        hard_deadline: float,
+        hard_deadline: float | None,
         members: Callable[[], Mapping[int, Member]],
         heartbeat: Callable[[], tuple[FrameHeader, bytes]],
         on_doubt: Callable[[], None],
@@ -78,7 +79,11 @@ class Liveness:
         self._thread.join(timeout=1.0)
 
     def _is_dead(self, peer: Peer) -> bool:
-        return bool(peer.dead) or time.monotonic() - peer.heard > self._hard
+        return bool(peer.dead) or peer.silence() > self.hard_deadline(peer)
+
+    def hard_deadline(self, peer: Peer) -> float:
+        """Seconds of silence after which `peer` counts as dead."""
+        return silence_bound(list(peer.gaps)) if self._hard is None else self._hard
 
     def _watched_members(self) -> list[tuple[int, Member, Peer]]:
         """Watched members whose peer is the process that the record names."""
@@ -105,7 +110,7 @@ class Liveness:
             threading.Thread(target=self._connect, args=(peer,), name="gossamer-connect", daemon=True).start()
         if self._is_dead(peer):
             if peer.link is not None:
-                peer.link.close(f"it was silent for {self._hard:g} s")
+                peer.link.close(f"it was silent for {peer.silence():.1f} s")
             if member.incarnation not in self._reported:
                 self._reported.add(member.incarnation)
                 self._on_doubt()

@@ -1,9 +1,9 @@
 """One worker's view of the members of an elastic job.
 
-A worker that finds a member dead (its port is closed, or it was silent for `hard_deadline` seconds) proposes the next
-record without it; a joining worker proposes one with itself. Records also travel on the links, so a worker learns of a
-change as soon as a neighbor knows it. Without the directory nothing is agreed, and every worker continues with the
-members it can reach.
+A worker that finds a member dead (its port is closed, or it was silent for `hard_deadline` seconds), as another
+observer of that member does, proposes the next record without it; a joining worker proposes one with itself. Records
+also travel on the links, so a worker learns of a change as soon as a neighbor knows it. Without the directory nothing
+is agreed, and every worker continues with the members it can reach.
 
 Note [Why a plan starts at an announced round]: workers learn of a new record at different times. If each followed its
 plan at once, neighbors would expect messages of different plans and lose the round. A proposal therefore names, for
@@ -23,13 +23,16 @@ from contextlib import suppress
 from dataclasses import replace
 
 from gossamer.comm.tcp.directory import Unreachable
-from gossamer.comm.tcp.frame import Ask, FrameHeader, Hello, Kind, Refused
+from gossamer.comm.tcp.edge_deadlines import SILENT, EdgeDeadlines
+from gossamer.comm.tcp.frame import Ask, FrameHeader, Hello, Kind, Refused, Verdict
 from gossamer.comm.tcp.link import Peer
 from gossamer.comm.tcp.links import LinkTable
 from gossamer.comm.tcp.listener import Listener, NotMember
 from gossamer.comm.tcp.liveness import Liveness
 from gossamer.comm.tcp.record import Agreement, Member, Record
 from gossamer.comm.tcp.rendezvous import Arrival
+from gossamer.comm.tcp.suspicion import Suspicions
+from gossamer.comm.transport import ChannelId, Purpose
 
 LOOK = 0.5  # seconds between reads of the record
 LONGEST_LOOK = 1.5  # the same when the directory does not answer
@@ -42,26 +45,48 @@ class Membership:
     Args:
         arrival: How this worker found the job. If it is joining, call `admit` once it has a member's state.
         longest: The largest message, in bytes, that this job can have.
-        hard_deadline: Seconds of silence after which a member counts as dead.
+        soft_deadline: Seconds to wait for a peer in an exchange; None: learned per edge.
+        hard_deadline: Seconds of silence after which a member counts as dead; None: learned from its heartbeats.
         serve: Takes over a connection over which another worker asks for this worker's state.
+        observers: Returns the ranks of a record that watch a given rank. Default: all of them.
+        margin: Rounds, or events, until the plan for new members is followed.
     """
 
     def __init__(
-        self, arrival: Arrival, longest: int, hard_deadline: float, serve: Callable[[socket.socket, Ask], None]
+        self,
+        arrival: Arrival,
+        longest: int,
+        soft_deadline: float | None,
+        hard_deadline: float | None,
+        serve: Callable[[socket.socket, Ask], None],
+        observers: Callable[[Record, int], set[int]] = lambda record, rank: set(record.members),
+        margin: int = MARGIN,
     ):
         self.rank, self.size, self.me = arrival.rank, arrival.size, arrival.me
         self.directory, self.run = arrival.directory, arrival.foundation.run
         self.record = Record(0, {}, [0] * arrival.lanes)
         self._rounds = [0] * arrival.lanes
-        self._serve = serve
+        self._serve, self._margin = serve, margin
+        self.deadlines = EdgeDeadlines(soft_deadline)
+        self.decided = -1  # the latest stage of a meeting that is decided, as far as this worker has heard
+        self._news = threading.Condition()
         self._stopped = threading.Event()
         self._hurry = threading.Event()  # read the record now
         self._following = threading.Lock()
-        self.links = LinkTable(self.rank, self.run, longest, self._hello, self._on_frame, self._on_closed)
+        self.links = LinkTable(
+            self.rank, self.run, longest, self._hello, self._on_frame, self._on_closed, self.deadlines.arrived
+        )
         self._liveness = Liveness(
             self.links, hard_deadline, lambda: self.record.members, self._heartbeat, self._hurry.set
         )
         self._agreement = Agreement(self.directory, arrival.foundation, lambda: None if self.excluded else self.record)
+        self._suspicions = Suspicions(
+            self.rank,
+            self.directory,
+            observers,
+            lambda member: self.links.is_alive(member.address, member.incarnation),
+            2 * (SILENT if hard_deadline is None else hard_deadline),
+        )
         if not arrival.joining:
             self._follow(arrival.record)
         self._listener = Listener(arrival.server, self.run, self._hello, self._accept, self.links.refused)
@@ -75,6 +100,11 @@ class Membership:
         """Whether the others continue without this worker: it is joining, was silent for too long, or cut off."""
         return self.record.members.get(self.rank) != self.me
 
+    @property
+    def closed(self) -> bool:
+        """Whether this worker has closed its connections."""
+        return self._stopped.is_set()
+
     def donors(self) -> list[Member]:
         """Members that can serve their state, those of this node first."""
         members = self._agreement.read().members
@@ -85,7 +115,7 @@ class Membership:
         """Become a member, as a new process, with a state that has `rounds` rounds of each lane."""
         self._rounds = list(rounds)
         self.me = replace(self.me, incarnation=secrets.token_hex(8))
-        self.links.forget_skipped()
+        self.links.forget_lasting()
         self._liveness.restart_silence()
         self._change(self._with_me)
 
@@ -116,6 +146,30 @@ class Membership:
             payload = json.dumps(rounds_after).encode()
             self.links.send_all(FrameHeader(Kind.JUMPED, self.run, len(payload), epoch=self.record.epoch), payload)
 
+    def announce(self, stage: int) -> None:
+        """Tell all members that a stage of a meeting is decided; the news travels on the links."""
+        with self._news:
+            if stage <= self.decided:
+                return  # passed on already
+            self.decided = stage
+            self._news.notify_all()
+        self.links.send_all(FrameHeader(Kind.DECIDED, self.run, epoch=self.record.epoch, round=stage))
+
+    def await_news(self, stage: int, seconds: float) -> bool:
+        """Wait at most `seconds` for the news that `stage`, or a later one, is decided."""
+        with self._news:
+            return self._news.wait_for(lambda: self.decided >= stage, seconds)
+
+    def hard_deadline(self, rank: int) -> float:
+        """Seconds of silence after which this member counts as dead."""
+        return self._liveness.hard_deadline(self.links.peer(rank))
+
+    def judge(self, rank: int, lane: int, verdict: Verdict) -> None:
+        """Tell a peer what became of this worker's asynchronous exchanges with it."""
+        payload, channel = verdict.pack(), ChannelId(lane, Purpose.PARAMETERS)
+        header = FrameHeader(Kind.VERDICT, self.run, len(payload), channel=channel, epoch=self.record.epoch)
+        self.links.send_all(header, payload, to=[rank])
+
     def furthest(self, lane: int) -> int:
         """The furthest round of `lane` that any peer was heard to be in."""
         peers = list(self.links.peers.values())
@@ -145,10 +199,19 @@ class Membership:
                 if pause > LOOK:  # perhaps this worker was cut off, not the others
                     self._liveness.restart_silence()
                 pause = LOOK
-                for rank, member in [] if self.excluded else self._liveness.dead():
-                    self._change(lambda record, r=rank, m=member: self._without(record, r, m))  # type: ignore[misc]
+                self._drop_dead()
             except Unreachable:
                 pause = min(2 * pause, LONGEST_LOOK)
+
+    def _drop_dead(self) -> None:
+        """Propose to continue without the members that enough observers find dead."""
+        dead = [] if self.excluded else self._liveness.dead()
+        self._suspicions.withdraw(member.incarnation for _, member in dead)
+        for rank, member in dead:
+            record = self.record
+            known = record.members.get(rank) == member and record.members.get(self.rank) == self.me
+            if known and self._suspicions.confirmed(record, rank):
+                self._change(lambda now, r=rank, m=member: self._without(now, r, m))  # type: ignore[misc]
 
     def _change(self, propose: Callable[[Record], Record | None]) -> None:
         self._follow(self._agreement.change(propose))
@@ -165,7 +228,7 @@ class Membership:
 
     def _next(self, record: Record, members: dict[int, Member]) -> Record:
         furthest = [max(own, self.furthest(lane)) for lane, own in enumerate(self._rounds)]
-        return Record(record.epoch + 1, members, [k + MARGIN for k in furthest])
+        return Record(record.epoch + 1, members, [k + self._margin for k in furthest])
 
     def _follow(self, record: Record) -> None:
         """Follow a newer record and pass it on."""
@@ -225,12 +288,15 @@ class Membership:
                 if len(rounds) != len(self._rounds):
                     raise ValueError(f"it has {len(rounds)} lanes, this worker {len(self._rounds)}")
                 if header.kind is Kind.HEARTBEAT:
+                    peer.beat()
                     peer.report(rounds)
                 self.links.inbox.jump(peer.rank, [k - 1 for k in rounds])  # the last round it launched is under way
                 if header.epoch > self.record.epoch:
                     self._hurry.set()
             elif header.kind is Kind.RECORD:
                 self._follow(Record.parse(payload.decode()))
+            elif header.kind is Kind.DECIDED:
+                self.announce(header.round)
             elif header.kind is Kind.LEAVING:
                 peer.dead = "has left"
                 self.links.inbox.lose(peer.rank, "it has left")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from gossamer.comm import clock
 
 BEHIND = 16.0  # units that exchanges may be late before a warning
+BEHIND_SECONDS = 10.0  # and seconds: a pause of the machine is no backlog
 LATER = 50  # steps after which the unit is compared with the step time
 FAR = 4.0  # a unit this many times as long as a step deserves a warning
 
@@ -85,7 +86,7 @@ class WallClock:
         """Once: how late the exchange is that was due at `due`, if exchanges are late by more than `BEHIND` units, and
         by at least half as much again as when that was first so."""
         late = self.now() - due
-        if self._told_late or self.unit is None or late < BEHIND:
+        if self._told_late or self.unit is None or late < max(BEHIND, BEHIND_SECONDS / self.unit):
             return None
         self._late_at = self._late_at or late
         self._told_late = late > 1.5 * self._late_at

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from gossamer.comm import (
     Job,
     PrefixStore,
     Scratch,
+    Stamp,
     Transport,
     Wire,
     default_store,
@@ -47,6 +48,11 @@ class Timetable:
         self._own: Iterator[Event] = iter(())
         self.next: Event | None = None  # the first own event that is not done
 
+    def follow(self, events: Events) -> None:
+        """Continue with the first event of another sequence: the members have changed."""
+        self.events = events
+        self.rewind()
+
     def rewind(self, after: int = -1) -> None:
         """Continue with this worker's first event after number `after`."""
         self._own = self.events.of(self.rank, after=after)
@@ -54,7 +60,7 @@ class Timetable:
 
     def advance(self) -> None:
         """Move to the next event: the current one is done."""
-        self.next = next(self._own)
+        self.next = next(self._own, None)
 
     def partner(self) -> int:
         assert self.next is not None
@@ -123,17 +129,20 @@ class Swap:
         wire: Wire,
         channel: Channel,
         metrics: Metrics,
+        stamp: Callable[[int], Stamp | None] = lambda peer: None,
     ):
+        """`stamp` makes the header of messages to a peer, for transports that need one."""
         self._rank, self._layout, self._state, self._outs = rank, layout, state, outs
-        self._wire, self._channel, self._metrics = wire, channel, metrics
+        self._wire, self._channel, self._metrics, self._stamp = wire, channel, metrics, stamp
 
     def greet(self, event: Event, *, parked: bool) -> Job:
         """Swap step counts. `parked`: this worker takes no steps for now."""
         if parked:
             self._state.excuse()
         ours = self._state.counts.clone()
-        swap = partial(_swap_counts, event.peer_of(self._rank), ours, self._state.heard)
-        return self._launch(Job(event.number, len(self._outs), swap))
+        peer = event.peer_of(self._rank)
+        swap = partial(_swap_counts, peer, ours, self._state.heard)
+        return self._launch(Job(event.number, len(self._outs), swap, stamp=self._stamp(peer)))
 
     @torch.no_grad()
     def send(self, event: Event) -> list[Job]:
@@ -145,7 +154,8 @@ class Swap:
         for b, (sent, out) in enumerate(zip(self._state.sent, self._outs, strict=True)):
             whole = Piece(peer, 0, sent.numel(), 1.0)
             program: Program = (Step("swap", "x", wired, (whole,), (whole,)),)
-            jobs.append(self._launch(Job(event.number, b, partial(exchange, program, sent, out, self._wire))))
+            make = partial(exchange, program, sent, out, self._wire)
+            jobs.append(self._launch(Job(event.number, b, make, stamp=self._stamp(peer))))
         return jobs
 
     @torch.no_grad()

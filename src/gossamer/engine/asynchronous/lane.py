@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gossamer.comm import Job, PeerWait, clock
+from gossamer.comm import Job, PeerWait, Stamp, clock
 from gossamer.engine.asynchronous.clock import VirtualClock, WallClock
 from gossamer.engine.asynchronous.events import StoreNotes, Swap, Timetable
 from gossamer.engine.asynchronous.state import EventMetrics, State
-from gossamer.engine.asynchronous.thread import EventThread
+from gossamer.engine.asynchronous.thread import EventThread, StaticEventThread
 from gossamer.engine.lane import STALLED_AFTER, Lane, LaneParts
 from gossamer.engine.policies import A2CiD2, Asynchronous
 from gossamer.errors import GossamerError, GossamerWarning, InputError
@@ -38,24 +38,32 @@ class AsyncLane(Lane):
         wall = isinstance(self.clock, WallClock)
         self.timetable = Timetable(events, self.rank, trial=wall and policy.pairing == "auto")
         self.metrics = EventMetrics(self.rank, parts.layout, parts.writer, self.index, self.clock)
-        self._swap = Swap(self.rank, topology.layout, self.state, self._out, self.wire, self.channel, self.metrics)
+        self._swap = Swap(
+            self.rank, topology.layout, self.state, self._out, self.wire, self.channel, self.metrics, self._stamp
+        )
         self.metrics.sent.update(dict.fromkeys(sorted(set(events.neighbors(self.rank))), 0))  # no new keys while read
         self._thread: EventThread | None = None
         if parts.transport.threaded and not self.alone:
-            self.timetable.rewind()
-            name = f"events-{self.index}"
-            self._notes = StoreNotes(parts.transport, name)
-            self._thread = EventThread(
-                name,
-                self._lock,
-                self.clock,
-                self.timetable,
-                self._swap,
-                self.channel,
-                self._notes,
-                policy,
-                self.settings.timeout,
-            )
+            self._thread = self._open_thread(parts)
+
+    def _open_thread(self, parts: LaneParts) -> EventThread:
+        self.timetable.rewind()
+        name = f"events-{self.index}"
+        return StaticEventThread(
+            name,
+            self._lock,
+            self.clock,
+            self.timetable,
+            self._swap,
+            self.channel,
+            StoreNotes(parts.transport, name),
+            self.policy,
+            self.settings.timeout,
+        )
+
+    def _stamp(self, peer: int) -> Stamp | None:
+        """The header of messages to `peer`, where messages carry one."""
+        return None
 
     @property
     def policy(self) -> Asynchronous:
@@ -332,7 +340,6 @@ class AsyncLane(Lane):
         with ExitStack() as ends:  # runs all callbacks, last one first, even if Ctrl-C interrupts one
             ends.callback(self._release)
             if self._thread is not None:
-                ends.callback(self._notes.close)
                 ends.callback(self._thread.join)
             ends.callback(super().close, drain)  # ends an exchange that is still in flight
             if self._thread is not None:
@@ -343,7 +350,7 @@ class AsyncLane(Lane):
         with self._lock:
             thread.stop()
         if not thread.parked:  # outside of a collective close(): other workers are still training
-            self._notes.leave()
+            thread.leave()
 
     def _release(self) -> None:
         with self._lock, torch.no_grad():

@@ -72,9 +72,16 @@ class State:
         # Row 0: the steps that are known of each worker. Row 1: the same, but parked workers count as the furthest one.
         self.counts = torch.zeros(2, n, dtype=torch.int64)
         self.heard = torch.zeros(2, n, dtype=torch.int64)
+        self.members = torch.arange(n)  # ranks whose steps count
         self.time = 0.0  # Mix has been applied up to this time
         # One temporary per dtype and device: a new one per chunk would fault in new pages each time.
         self._spare = {(y.dtype, y.device): torch.empty(CHUNK, dtype=y.dtype, device=y.device) for y in self._y}
+
+    def replan(self, members: Sequence[int], rates: Rates | None, rate: float) -> None:
+        """The members have changed: count the steps of `members`, and use the constants of their graph."""
+        self.members = torch.tensor(members)
+        if rates is not None and rates.eta is not None and rates.alpha_tilde is not None:
+            self.eta, self.alpha_tilde = rate * rates.eta, rates.alpha_tilde
 
     @in_turn("training")
     def show(self, now: float) -> None:
@@ -134,11 +141,11 @@ class State:
 
     def ahead(self) -> int:
         """How many steps this worker is ahead of the slowest worker that it knows of."""
-        return int(self.counts[0, self._rank] - self.counts[1].min())
+        return int(self.counts[0, self._rank] - self.counts[1, self.members].min())
 
     def slowest(self) -> int:
         """The worker with the fewest steps."""
-        return int(self.counts[1].argmin())
+        return int(self.members[self.counts[1, self.members].argmin()])
 
     @in_turn("training")
     def adopt(self) -> None:

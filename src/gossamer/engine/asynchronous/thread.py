@@ -6,6 +6,7 @@ import itertools
 import json
 import statistics
 import threading
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import Any
 
@@ -22,7 +23,12 @@ POLL = 0.05  # seconds between checks of the other workers' notes
 FAREWELL = 5.0  # seconds that a message in flight may take to arrive when this worker leaves
 
 
-class EventThread:
+def warm_up(policy: Asynchronous) -> int:
+    """Steps that a worker takes before it names its step time."""
+    return WARM_UP if policy.max_staleness is None else min(WARM_UP, policy.max_staleness)
+
+
+class EventThread(ABC):
     """Shares the lane's lock, state, clock and timetable with the training thread. `failure` is what ended it."""
 
     def __init__(
@@ -32,13 +38,8 @@ class EventThread:
         time: WallClock | VirtualClock,
         timetable: Timetable,
         swap: Swap,
-        channel: Channel,
-        notes: StoreNotes,
-        policy: Asynchronous,
-        timeout: float,
     ):
         self._lock, self._clock, self._timetable, self._swap = lock, time, timetable, swap
-        self._channel, self._notes, self._policy, self._timeout = channel, notes, policy, timeout
         self.parked = False  # this worker is in a collective call and takes no steps
         self._stopping = self._in_flight = False
         self.failure: BaseException | None = None
@@ -62,22 +63,30 @@ class EventThread:
     def join(self) -> None:
         self._thread.join(timeout=5.0)
 
-    def raise_if_left(self, what: str) -> None:
-        """Raise if a worker has left the job: waiting for it cannot help."""
-        left = self._notes.first_left()
-        if left is not None:
-            raise PeerError(
-                f"worker {self._timetable.rank} lost worker {left}, which left the job without close(), and cannot "
-                f"go on with {what}. Did worker {left} print an error? Restart the job from its last checkpoint."
-            )
+    def leave(self) -> None:  # noqa: B027 - only the workers of a static job must be told
+        """Tell the others that this worker leaves without being expected to."""
+
+    def raise_if_left(self, what: str) -> None:  # noqa: B027 - the members of an elastic job may leave
+        """Raise if a worker has left a static job: waiting for it cannot help."""
 
     # -- the thread -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _agree_on_unit(self, wall: WallClock) -> None:
+        """Wait until the workers have agreed on the unit of time, and start the clock."""
+
+    @abstractmethod
+    def _take_turn(self) -> Event | None:
+        """Wait until the next event is due and may begin, claim it and return it; None when the lane stops."""
+
+    @abstractmethod
+    def _perform(self, event: Event) -> None:
+        """Exchange with the event's other worker."""
 
     def _run(self) -> None:
         try:
             if isinstance(self._clock, WallClock):
-                with self._lock:
-                    self._agree_on_unit(self._clock)
+                self._agree_on_unit(self._clock)
             while (event := self._take_turn()) is not None:
                 self._perform(event)
         except BaseException as error:  # the training thread raises it
@@ -89,8 +98,41 @@ class EventThread:
                 self._in_flight = False
                 self._lock.notify_all()
 
+
+class StaticEventThread(EventThread):
+    """The events of a job whose workers are fixed: the loss of a partner ends it."""
+
+    def __init__(
+        self,
+        name: str,
+        lock: threading.Condition,
+        time: WallClock | VirtualClock,
+        timetable: Timetable,
+        swap: Swap,
+        channel: Channel,
+        notes: StoreNotes,
+        policy: Asynchronous,
+        timeout: float,
+    ):
+        self._channel, self._notes, self._policy, self._timeout = channel, notes, policy, timeout
+        super().__init__(name, lock, time, timetable, swap)
+
+    def join(self) -> None:
+        super().join()
+        self._notes.close()
+
+    def leave(self) -> None:
+        self._notes.leave()
+
+    def raise_if_left(self, what: str) -> None:
+        left = self._notes.first_left()
+        if left is not None:
+            raise PeerError(
+                f"worker {self._timetable.rank} lost worker {left}, which left the job without close(), and cannot "
+                f"go on with {what}. Did worker {left} print an error? Restart the job from its last checkpoint."
+            )
+
     def _take_turn(self) -> Event | None:
-        """Wait until the next event is due and may begin, claim it and return it; None when the lane stops."""
         timetable = self._timetable
         with self._lock:
             while not self._stopping:
@@ -142,12 +184,14 @@ class EventThread:
         if job.error is not None:
             raise job.error
 
-    # -- agreements; the caller holds the lock ----------------------------------------------------------------
+    # -- agreements -------------------------------------------------------------------------------------------
 
     def _agree_on_unit(self, wall: WallClock) -> None:
         """Wait for the first steps, then take the median of all workers' step times as the unit of time."""
-        bound = self._policy.max_staleness
-        enough = WARM_UP if bound is None else min(WARM_UP, bound)
+        with self._lock:
+            self._agree_on_unit_locked(wall, warm_up(self._policy))
+
+    def _agree_on_unit_locked(self, wall: WallClock, enough: int) -> None:
         for attempt in itertools.count():
             self._lock.wait_for(lambda: self._stopping or self.parked or wall.laps() > enough)
             if self._stopping:
@@ -163,7 +207,8 @@ class EventThread:
             self._lock.wait_for(lambda: self._stopping or not self.parked)
 
     def _agree_on_pairing(self) -> None:
-        """At the end of the trial: if exchanges take long, all workers continue in rounds of side-by-side pairs."""
+        """At the end of the trial: if exchanges take long, all workers continue in rounds of side-by-side pairs. The
+        caller holds the lock."""
         timetable, unit = self._timetable, self._clock.unit if isinstance(self._clock, WallClock) else None
         assert unit is not None
         assert timetable.next is not None

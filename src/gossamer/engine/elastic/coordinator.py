@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from gossamer.comm import Accelerator, Deadline, PeerError, layout_of
-from gossamer.comm.tcp import Arrival, Membership, Record, TcpTransport, Unreachable, digest
+from gossamer.comm.tcp import SILENT, Arrival, Membership, Record, TcpTransport, Unreachable, digest
 from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.elastic.meeting import Attendee, Meetings
 from gossamer.engine.elastic.state_transfer import Progress, StateTransfer
@@ -16,10 +16,11 @@ from gossamer.topology.replan import replanned
 from gossamer.topology.schedule import Schedule
 
 if TYPE_CHECKING:
-    from gossamer.engine.elastic.lane import ElasticLane
+    from gossamer.engine.elastic.member_lane import MemberLane
     from gossamer.engine.lane import Lane
     from gossamer.engine.prepared import Prepared
 
+MARGIN = 2  # rounds: see Note [Why a plan starts at an announced round] in comm/tcp/membership.py
 POLL = 0.01  # seconds between checks of whether a neighbor has reported its round
 
 
@@ -44,6 +45,12 @@ class Plans:
             self._made[ranks, nodes] = replace(self._founding, topology=topology, ranks=ranks)
         return self._made[ranks, nodes]
 
+    def neighbors(self, record: Record, rank: int) -> set[int]:
+        """The members that `rank` exchanges with, in some round."""
+        edges, ranks = self.schedule(record).topology.union_edges(), record.ranks
+        named = {(ranks[int(i)], ranks[int(j)]) for i, j in edges}
+        return {i + j - rank for i, j in named if rank in (i, j)}
+
 
 class ElasticCoordinator(Coordinator):
     """A worker that has founded or joined an elastic job, with the parameters from which it starts.
@@ -67,14 +74,18 @@ class ElasticCoordinator(Coordinator):
     ):
         settings = prepared.settings
         assert settings.elastic is not None
-        self.soft_deadline = settings.elastic.soft
+        soft, hard = settings.elastic.soft, settings.elastic.hard
+        self.hard_deadline = SILENT if hard is None else hard  # of waits that are for no peer in particular
         self.joined = arrival.joining
         self.newcomer = False  # this worker has a member's state, and has taken part in no meeting since
         self._donor_meeting = -1  # the next meeting of the member whose state this worker has
         self.plans = Plans(spec, prepared.schedule, digest(arrival.foundation.description))
         self._transfer = StateTransfer(prepared.model, prepared.optimizers, arrival.foundation.run, settings.timeout)
         parameters = sum(p.numel() * max(8, p.element_size()) for p in prepared.model.parameters())
-        self.members = Membership(arrival, 2**20 + 2 * parameters, settings.elastic.hard, self._transfer.serve)
+        margin = MARGIN * (arrival.size if settings.asynchronous else 1)  # events are counted over all workers
+        self.members = Membership(
+            arrival, 2**20 + 2 * parameters, soft, hard, self._transfer.serve, self.plans.neighbors, margin
+        )
         self.transport = TcpTransport(self.members, settings.timeout, accelerator)
         try:
             self._donated: Progress | None = None  # the progress of the member whose state this worker has
@@ -83,12 +94,12 @@ class ElasticCoordinator(Coordinator):
                 self.members.admit(self._donated.rounds)
             elif broadcast:
                 self._donated = self._transfer.broadcast(self.members, arrival.record)
-            self.meetings = Meetings(self.members, settings.timeout, settings.elastic.hard)
+            self.meetings = Meetings(self.members, settings.timeout, self.hard_deadline)
         except BaseException:
             self.transport.close()
             raise
 
-    def start(self, lanes: Sequence[ElasticLane]) -> None:
+    def start(self, lanes: Sequence[MemberLane]) -> None:
         """Let the lanes of a worker that took a member's state continue where that member was."""
         if self._donated is not None:
             self._continue_from(self._donated, lanes)
@@ -97,7 +108,7 @@ class ElasticCoordinator(Coordinator):
 
     def meet(self, lanes: Sequence[Lane], call: str) -> None:
         """Bring all members that can come to one meeting; from then on exact averages are over them."""
-        elastic = cast("Sequence[ElasticLane]", lanes)
+        elastic = cast("Sequence[MemberLane]", lanes)
 
         def here() -> Attendee:
             me = self.members.me  # another one after this worker has joined again
@@ -129,18 +140,21 @@ class ElasticCoordinator(Coordinator):
 
     # -- between steps ----------------------------------------------------------------------------------------
 
-    def between_steps(self, lanes: Sequence[ElasticLane]) -> None:
+    def between_steps(self, lanes: Sequence[MemberLane]) -> None:
         """Serve the state to workers that asked for it, and join again if the others continued without this worker."""
 
         def progress() -> Progress:
             rounds, steps = [lane.k for lane in lanes], [lane.metrics.steps for lane in lanes]
-            return Progress(rounds, steps, self.meetings.next, self.meetings.parked)
+            given = [lane.donation() for lane in lanes]
+            return Progress(rounds, steps, self.meetings.next, self.meetings.parked, given)
 
+        pace = lanes[0].metrics.pace()
+        self.members.deadlines.step = 0.0 if pace is None else pace[0]
         self._transfer.between_steps(progress)
         if self.members.excluded:
             self._join_again(lanes)
 
-    def _join_again(self, lanes: Sequence[ElasticLane]) -> None:
+    def _join_again(self, lanes: Sequence[MemberLane]) -> None:
         """After this worker was stopped or cut off for too long: take the state of a member that is ahead, and join."""
         if self._rank_is_taken():
             return
@@ -165,15 +179,14 @@ class ElasticCoordinator(Coordinator):
             )
         return True
 
-    def _continue_from(self, progress: Progress, lanes: Sequence[ElasticLane]) -> None:
+    def _continue_from(self, progress: Progress, lanes: Sequence[MemberLane]) -> None:
         self.newcomer, self._donor_meeting = True, progress.meetings
         self.meetings.skip_to(progress.meetings)
         if progress.parked and not self.meetings.parked:
             self.skip_meeting()
-        deadline = Deadline(self.soft_deadline)
+        deadline = Deadline(self.members.deadlines.shortest)
         while len(self.members.record.members) > 1 and not self.members.furthest(0):
             if not deadline.sleep(POLL):  # until a neighbor reports which round the others are in by now
                 break
-        for lane, rounds, steps in zip(lanes, progress.rounds, progress.steps, strict=True):
-            lane.continue_from(max(rounds, self.members.furthest(lane.index)), steps)
-            lane.launch(combine=False)
+        for lane, rounds, steps, given in zip(lanes, progress.rounds, progress.steps, progress.lanes, strict=True):
+            lane.continue_from(max(rounds, self.members.furthest(lane.index)), steps, given)

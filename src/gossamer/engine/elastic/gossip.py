@@ -11,8 +11,8 @@ from typing import Any
 from gossamer.comm import Job, PeerError
 from gossamer.engine.averages import Control
 from gossamer.engine.elastic.coordinator import ElasticCoordinator
-from gossamer.engine.elastic.lane import ElasticLane
 from gossamer.engine.elastic.meeting import Meeting, meeting_stamp
+from gossamer.engine.elastic.member_lane import MemberLane
 from gossamer.engine.gossip import Collective, Gossip
 from gossamer.engine.prepared import Prepared
 from gossamer.engine.protocol import Participation
@@ -30,13 +30,13 @@ class ElasticGossip(Gossip):
     - `state_dict()` inside `averaged()` belongs to the same meeting: either all participants save, or none does.
     """
 
-    lanes: Sequence[ElasticLane]
+    lanes: Sequence[MemberLane]
     elastic = True
 
     def __init__(
         self,
         prepared: Prepared,
-        lanes: Sequence[ElasticLane],
+        lanes: Sequence[MemberLane],
         coordinator: ElasticCoordinator,
         writer: TraceWriter | None = None,
     ):
@@ -68,6 +68,7 @@ class ElasticGossip(Gossip):
             "joined": self.joined,
             "lost_exchanges": sum(lane.lost for lane in self.lanes),
             "given_up_exchanges": sum(lane.given_up for lane in self.lanes),
+            "deadline_seconds_by_peer": {rank: self.members.deadlines.of(rank) for rank in self.lanes[0].neighbors},
             "longest_stall_s": max(lane.longest_stall for lane in self.lanes),
             "refused_by_peer": dict(sorted(refused.items())),
             "last_refusal": why,

@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Progress:
     steps: list[int]  # of each lane
     meetings: int  # number of the next meeting
     parked: bool  # it waits for that meeting
+    lanes: list[dict[str, Any]]  # what a joining worker needs of each lane
 
 
 class StateTransfer:
@@ -104,10 +105,11 @@ class StateTransfer:
         asked = _drained(self._asked)
         if not asked:
             return
+        reached = vars(progress())  # first: it brings the parameters up to date
         state = {
             "model": self._model.state_dict(),
             "optimizers": [o.state_dict() for o in self._optimizers],
-            "progress": asdict(progress()),
+            "progress": reached,
         }
         copy = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), state)
         threading.Thread(target=self._send, args=(asked, copy), name="gossamer-state", daemon=True).start()

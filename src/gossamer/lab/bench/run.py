@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gossamer
 from gossamer.errors import InputError
+from gossamer.lab.bench.predicted import Probed, ProbeWorker, probe
 from gossamer.lab.bench.setup import BUCKETS, Setup, bucket_sizes, why_not
 from gossamer.lab.bench.stats import (
     add_speedups,
@@ -32,7 +34,7 @@ from gossamer.lab.cluster import LabCluster
 from gossamer.lab.cpu import usable_cores
 from gossamer.lab.workers import WorkerFailed, WorkerPool
 from gossamer.predict.compute import Table
-from gossamer.predict.methods import Method
+from gossamer.predict.methods import DILOCO_LR, DILOCO_MOMENTUM, Method, parse
 from gossamer.trace import Span, Trace, merge
 
 WARMUP = 5
@@ -56,7 +58,10 @@ class BenchPlan:
     warmup: int = WARMUP
     trace: Path | None = None
     staleness: int = 0  # of Gossamer's synchronous methods
-    every: int = 1  # of Gossamer's synchronous methods
+    every: int = 1  # of Gossamer's synchronous methods; of diloco and localsgd if more than 1
+    outer: str | None = None  # of Gossamer's synchronous methods
+    outer_lr: float | None = None  # of Gossamer's outer step and of diloco
+    outer_momentum: float | None = None
     fragments: int = 1  # of Gossamer's synchronous methods
     average_every: int = 0  # of Gossamer's synchronous methods
 
@@ -76,6 +81,11 @@ class BenchPlan:
         if self.seed < 0:
             raise InputError(f"the seed must be at least 0, got {self.seed}; pass e.g. 0")
 
+    def steps_of(self, method: Method, steps: int) -> int:
+        """`steps`, rounded up to whole periods of local steps, so that every run has its share of exchanges."""
+        every = method.local_steps(self.every)
+        return -(-steps // every) * every
+
     def table(self, setup: Setup) -> Table:
         """Compute times [steps, workers] of a run, warm-up included; a longer run starts over with the first row."""
         return setup.table(self.warmup + (self.steps if self.seconds is None else 4096), self.seed)
@@ -92,9 +102,11 @@ class BenchPlan:
     def runs(self, method: Method, setup: Setup) -> list[int]:
         """The number of steps of each run of a method, warm-up included; with `seconds` only those of the warm-up."""
         tried = len(self.sizes(method, setup))
-        sweep = [SWEEP_WARMUP + self.sweep_steps] * (tried if tried > 1 else 0)
-        timeline = [] if self.trace is None else [self.warmup + TRACE_STEPS]
-        return sweep + [self.warmup + (self.steps if self.seconds is None else 0)] * self.repeats + timeline
+        whole = partial(self.steps_of, method)
+        sweep = [whole(SWEEP_WARMUP) + whole(self.sweep_steps)] * (tried if tried > 1 else 0)
+        timeline = [] if self.trace is None else [whole(self.warmup) + whole(TRACE_STEPS)]
+        measured = 0 if self.seconds is not None else whole(self.steps)
+        return sweep + [whole(self.warmup) + measured] * self.repeats + timeline
 
 
 class _Bench:
@@ -108,7 +120,14 @@ class _Bench:
         plan = self.plan
         # Asynchronous algorithms have none of these settings and refuse other values than the defaults.
         usual = {"staleness": 0, "every": 1, "fragments": 1, "average_every": 0}
-        options = {name: value for name in usual if (value := getattr(plan, name)) != usual[name]}
+        options: dict[str, Any] = {name: value for name in usual if (value := getattr(plan, name)) != usual[name]}
+        if plan.outer is not None:
+            options["outer"] = gossamer.outer_named(plan.outer, plan.outer_lr, plan.outer_momentum)
+        if method.algorithm == "local":
+            options = {"every": method.local_steps(plan.every)}
+        if method.name == "diloco":
+            options |= {"lr": DILOCO_LR if plan.outer_lr is None else plan.outer_lr}
+            options |= {"momentum": DILOCO_MOMENTUM if plan.outer_momentum is None else plan.outer_momentum}
         made = MethodRun(
             method,
             self.setup,
@@ -120,6 +139,8 @@ class _Bench:
             options=options,
         )
         made = replace(made, **changes)
+        whole = partial(plan.steps_of, method)
+        made = replace(made, steps=whole(made.steps), warmup=whole(made.warmup))
         return replace(made, timeout=self.timeout(made))
 
     def measure(self, what: str, run: MethodRun) -> list[dict[str, Any]]:
@@ -151,19 +172,49 @@ class _Bench:
 
 
 def run_bench(
-    setup: Setup, methods: Sequence[Method], plan: BenchPlan | None = None, progress: Progress = lambda *_: None
+    setup: Setup,
+    methods: Sequence[Method],
+    plan: BenchPlan | None = None,
+    progress: Progress = lambda *_: None,
+    measure: ProbeWorker | None = None,
 ) -> dict[str, Any]:
     """Measure all methods; return `{"results": [...], "cluster": {...}, ...}`.
 
-    With `plan.trace`, each method also writes a timeline to that folder.
+    With `plan.trace`, each method also writes a timeline to that folder. With `measure`, the worker function of
+    `gossamer probe`, the lab is probed first, and every result has the step time that was predicted from that.
     """
     plan = plan or BenchPlan()
     refused = _refused(setup, methods)
     with setup.cluster() as cluster, cluster.pool() as pool:
+        probed = None
+        if measure is not None:
+            progress("probing links and processors", 0, 1)
+            probed = probe(setup, [m for m in methods if m not in refused], pool, measure, plan.seed)
         bench = _Bench(setup, plan, [m for m in methods if m not in refused], pool, progress)
         results = _measure(bench, methods, refused)
+    if probed is not None:
+        _add_predictions(results, probed, plan)
     note_drops(results, cluster.dropped)
     return _report(setup, plan, cluster, results)
+
+
+def _add_predictions(results: list[dict[str, Any]], probed: Probed, plan: BenchPlan) -> None:
+    """Add the predicted step time and its error to every result."""
+    options = {k: getattr(plan, k) for k in ("staleness", "every", "fragments", "outer")}
+    for r in results:
+        if "skipped" in r:
+            continue
+        method = parse(r["method"])
+        seconds = probed.step_seconds(
+            method,
+            bucket_mb=r["bucket_mb"],
+            options=options if method.local_steps(2) > 1 else {},  # neither DDP nor asynchronous methods have them
+            gradients="worker",
+            steps=plan.warmup + plan.steps,
+            seed=plan.seed,
+        )
+        r["predicted_ms"] = 1e3 * seconds
+        r["prediction_error"] = 1e3 * seconds / r["step_ms"] - 1
 
 
 def expected(setup: Setup, methods: Sequence[Method], plan: BenchPlan) -> tuple[int, float]:
@@ -177,7 +228,7 @@ def expected(setup: Setup, methods: Sequence[Method], plan: BenchPlan) -> tuple[
     count, seconds = 0, 0.0
     for method in methods:
         if method not in refused:
-            moved = all_reduced(setup, method) if method.algorithm == "ddp" and len(setup.per_node) > 1 else None
+            moved = all_reduced(setup, method, plan.every) if method.exact and len(setup.per_node) > 1 else None
             step, _ = limit_seconds(setup, compute_seconds(method, table), moved)
             runs = plan.runs(method, setup)
             count += len(runs)
@@ -224,7 +275,7 @@ def _measure(bench: _Bench, methods: Sequence[Method], refused: dict[Method, str
             results.append({"method": str(method), "skipped": refused[method]})
             continue
         compute = compute_seconds(method, bench.table[plan.warmup :])
-        made = summarize(method, bench.setup, runs[method], compute, buckets[method], usable_cores())
+        made = summarize(method, bench.setup, runs[method], compute, buckets[method], usable_cores(), plan.every)
         made |= {"timeline_from": first_steps[method]} if method in first_steps else {}
         results.append({**made, "sweep": sweeps[method], "runs": runs[method]})
     add_speedups(results)
@@ -254,6 +305,7 @@ def _report(setup: Setup, plan: BenchPlan, cluster: LabCluster, results: list[di
             "warmup": plan.warmup,
             "staleness": plan.staleness,
             "every": plan.every,
+            "outer": plan.outer,
             "fragments": plan.fragments,
             "average_every": plan.average_every,
         },

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gossamer.comm import torchft_peer
 from gossamer.errors import InputError
 from gossamer.lab.cluster import LabCluster, Network
 from gossamer.lab.emulate import EmulatedModel
@@ -43,6 +44,7 @@ class Setup:
     network: Network = "namespaces"
     name: str = ""
     dilation: Mapping[str, float] = field(default_factory=dict)  # the factors by which a preset was scaled
+    busy: bool = False  # compute keeps a core busy instead of sleeping
     means: tuple[float, ...] = ()  # each worker's mean compute time relative to `compute`; empty: all are equal
 
     def __post_init__(self) -> None:
@@ -88,6 +90,7 @@ class Setup:
             "name": self.name,
             "compute_seconds": self.compute,
             "jitter": self.jitter,
+            "busy": self.busy,
             "model_mb": self.model_mb,
             "layers": self.layers,
             "gamma": self.gamma(),
@@ -154,12 +157,12 @@ def format_links(setup: Setup) -> str:
 def bucket_sizes(method: Method, setup: Setup, counts: Sequence[int] = BUCKETS) -> tuple[float | None, ...]:
     """Bucket sizes in MiB to try: first the default of the package, then sizes that give `counts` buckets.
 
-    Asynchronous methods exchange the whole model at once, so they have no size to choose. DDP and Decent-DP do not cut
-    parameters: the parameter that fills a bucket closes it, so there are at most as many buckets as layers. Their sizes
-    are 1 % smaller, so that a bucket takes whole layers and not one layer more.
+    Asynchronous methods exchange the whole model at once, and torchft one parameter at a time, so they have no size to
+    choose. DDP and Decent-DP do not cut parameters: the parameter that fills a bucket closes it, so there are at most
+    as many buckets as layers. Their sizes are 1 % smaller, so that a bucket takes whole layers and not one layer more.
     """
     whole = setup.model_bytes / MiB
-    if method.asynchronous:
+    if method.asynchronous or method.algorithm == "local":
         return (None,)
     if method.package != "gossamer":
         counts = sorted({min(c, setup.layers) for c in counts}, reverse=True)
@@ -170,6 +173,8 @@ def bucket_sizes(method: Method, setup: Setup, counts: Sequence[int] = BUCKETS) 
 
 def why_not(method: Method, setup: Setup) -> str | None:
     """Why a method of another package cannot be measured here, as a sentence; None if it can."""
+    if method.package == "torchft":
+        return torchft_peer.missing()
     if method.package != "decent-dp":
         return None
     missing = [name for name in ("decent_dp", "numpy") if importlib.util.find_spec(name) is None]
@@ -194,4 +199,4 @@ def why_not(method: Method, setup: Setup) -> str | None:
 
 
 def emulated(setup: Setup, seconds: list[float]) -> EmulatedModel:
-    return EmulatedModel(setup.model_mb, setup.layers, seconds)
+    return EmulatedModel(setup.model_mb, setup.layers, seconds, busy=setup.busy)

@@ -70,7 +70,7 @@ class NodeTraffic:
     counted: str
 
 
-def traffic(method: Method, setup: Setup, answers: Answers) -> NodeTraffic | None:
+def traffic(method: Method, setup: Setup, answers: Answers, every: int = 1) -> NodeTraffic | None:
     """The bytes that were sent between nodes; None if nothing counted them (another package on loopback).
 
     They are per step of the worker that sent them, or for asynchronous methods per mean step, `step_seconds` long.
@@ -100,12 +100,12 @@ def traffic(method: Method, setup: Setup, answers: Answers) -> NodeTraffic | Non
         return NodeTraffic(
             max(*sent.values(), *received.values()), statistics.fmean(sent.values()), dict(pairs), "engine"
         )
-    return all_reduced(setup, method) if method.algorithm == "ddp" else None
+    return all_reduced(setup, method, every) if method.exact else None
 
 
-def all_reduced(setup: Setup, method: Method) -> NodeTraffic:
-    """The traffic of a ring all-reduce of the whole model: 2 (n-1)/n S bytes leave every node."""
-    size = 2 * (setup.n - 1) / setup.n * setup.model_bytes * WIRES[method.wire] / 4
+def all_reduced(setup: Setup, method: Method, every: int = 1) -> NodeTraffic:
+    """The traffic of a ring all-reduce of the whole model, 2 (n-1)/n S bytes that leave every node, per step."""
+    size = 2 * (setup.n - 1) / setup.n * setup.model_bytes * WIRES[method.wire] / 4 / method.local_steps(every)
     return NodeTraffic(size, size, {}, "formula")
 
 
@@ -133,12 +133,18 @@ def waiting(answers: Answers) -> dict[str, float]:
 
 
 def summarize(
-    method: Method, setup: Setup, runs: Sequence[Answers], compute: float, bucket_mb: float | None, cores: float
+    method: Method,
+    setup: Setup,
+    runs: Sequence[Answers],
+    compute: float,
+    bucket_mb: float | None,
+    cores: float,
+    every: int = 1,
 ) -> dict[str, Any]:
     """One entry of `results` from the repeats of a method; `compute` is its `compute_seconds`."""
     samples = [step_seconds(answers, asynchronous=method.asynchronous) for answers in runs]
     step = statistics.median(samples)
-    moved = [traffic(method, setup, answers) for answers in runs]
+    moved = [traffic(method, setup, answers, every) for answers in runs]
     counted = [m for m in moved if m is not None]
     middle = sorted(counted, key=lambda m: m.busiest)[len(counted) // 2] if counted else None
     limit, by = limit_seconds(setup, compute, middle)
@@ -154,6 +160,7 @@ def summarize(
     ]
     return {
         "method": str(method),
+        "local_steps": method.local_steps(every),
         "step_ms": 1e3 * step,
         "step_ms_samples": [1e3 * s for s in samples],
         "step_ms_spread": [1e3 * min(samples), 1e3 * max(samples)],

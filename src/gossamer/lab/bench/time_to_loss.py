@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 import gossamer
 from gossamer.comm import baseline, process_groups
+from gossamer.comm.torchft_peer import PeerName, TorchftPeer
 from gossamer.lab.bench.worker import optimizer_of
 from gossamer.lab.emulate import FORWARD, PassTimer
 from gossamer.predict.methods import Method
@@ -38,6 +39,7 @@ class LearningRun:
     bucket_mb: float | None = None
     timeout: float = 120.0
     gradients: Literal["worker", "node"] = "worker"
+    options: dict[str, Any] = field(default_factory=dict)  # settings of the algorithm's policy, or of torchft
 
 
 class _Pause(torch.autograd.Function):
@@ -100,15 +102,20 @@ def learn(rank: int, run: LearningRun) -> dict[str, Any]:
     labels, data = teacher(), torch.Generator().manual_seed(1000 * run.seed + rank)
     optimizer = optimizer_of(run.method.optimizer, model.parameters(), run.lr)
     gossip: gossamer.Gossip | None = None
+    peer: TorchftPeer | None = None
+    policy = {name: value for name, value in run.options.items() if name != "combine"}
     forward: nn.Module = model
     if run.method.algorithm == "ddp":
         forward = baseline.ddp(model, bucket_mb=run.bucket_mb, wire=run.method.wire)
+    elif run.method.algorithm == "local":
+        every = run.method.local_steps(1)
+        peer = TorchftPeer(cast(PeerName, run.method.name), model, optimizer, **{"every": every, **run.options})
     else:
         gossip = gossamer.decentralize(
             model,
             optimizer,
             topology=run.method.topology or "aer",
-            algorithm=gossamer.algorithm(run.method.algorithm),
+            algorithm=gossamer.algorithm(run.options.get("combine", run.method.algorithm), **policy),
             wire=run.method.wire,
             exchange=gossamer.Exchange(bucket_mib=run.bucket_mb),
             gradients=run.gradients,
@@ -129,20 +136,23 @@ def learn(rank: int, run: LearningRun) -> dict[str, Any]:
         optimizer.zero_grad()
         times.append(time.monotonic() - begin)
         losses.append(loss.item())
-    final = _final_loss(model, gossip, labels)
-    if gossip is not None:
-        gossip.close()
+    trained = gossip or peer
+    final = _final_loss(model, trained, labels)
+    if trained is not None:
+        trained.close()
     process_groups.leave_world()
     return {"times": times, "losses": losses, "final": final}
 
 
-def _final_loss(model: Student, gossip: gossamer.Gossip | None, labels: Callable[[Tensor], Tensor]) -> float:
+def _final_loss(
+    model: Student, trained: gossamer.Gossip | TorchftPeer | None, labels: Callable[[Tensor], Tensor]
+) -> float:
     x = torch.randn(4096, INPUTS, generator=torch.Generator().manual_seed(99))
     model.eval()
     with torch.no_grad():
-        if gossip is None:
+        if trained is None:
             return float(nn.functional.cross_entropy(model(x), labels(x)))
-        with gossip.averaged():
+        with trained.averaged():
             return float(nn.functional.cross_entropy(model(x), labels(x)))
 
 

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 import gossamer
 from gossamer.comm import PrefixStore, baseline, default_store, process_groups
+from gossamer.comm.torchft_peer import PeerName, TorchftPeer
 from gossamer.errors import GossamerError
 from gossamer.lab.bench.setup import DECENT_DP, Setup, emulated
 from gossamer.lab.cpu import CpuTimes
@@ -43,7 +44,8 @@ class MethodRun:
     seconds: float | None = None  # run for this long instead of `steps`
     timeout: float = 120.0  # seconds that a worker waits for another
     bucket_mb: float | None = None  # MiB
-    options: dict[str, int] = field(default_factory=dict)  # settings of the algorithm's policy
+    options: dict[str, Any] = field(default_factory=dict)  # settings of the algorithm's policy, or of torchft
+    gradients: Literal["worker", "node"] = "worker"
     trace: str | None = None
 
 
@@ -58,6 +60,7 @@ class BenchTrainer:
     finish: Callable[[], Any] = lambda: None
     watch: Watch | None = None
     cause: str = "exchange"  # what the backward pass waits for, if the package is not Gossamer
+    peer: TorchftPeer | None = None
     late: float = 0.0  # seconds that the backward pass took beyond its compute
     taken: int = 0  # steps
 
@@ -88,6 +91,8 @@ class BenchTrainer:
 
     def counters(self) -> dict[str, float]:
         """Counters that only grow: seconds waited as `wait:CAUSE`, bytes sent as `sent:RANK`, and numbers of rounds."""
+        if self.peer is not None:
+            return {f"wait:{self.cause}": self.peer.seconds_waited}
         if self.gossip is None:
             return {f"wait:{self.cause}": self.late}
         stats = self.gossip.stats()
@@ -115,12 +120,16 @@ def trainer(run: MethodRun, model: EmulatedModel, watch: Watch | None) -> BenchT
     if method.package == "decent-dp":
         return _decent_dp(run, model, watch)
     optimizer = optimizer_of(method.optimizer, model.parameters())
-    if method.algorithm == "ddp":
+    if method.exact:
 
         def sent(start: float, end: float, size: int) -> None:
             assert watch is not None
             watch("exchange", start, end, {"bytes": size})
 
+        if method.algorithm == "local":
+            name = cast(PeerName, method.name)
+            peer = TorchftPeer(name, model, optimizer, sent=sent if watch else None, **run.options)
+            return BenchTrainer(model, model, optimizer, finish=peer.close, watch=watch, cause="all-reduce", peer=peer)
         wrapped = baseline.ddp(model, bucket_mb=run.bucket_mb, wire=method.wire, sent=sent if watch else None)
         return BenchTrainer(wrapped, model, optimizer, watch=watch, cause="all-reduce")
     gossip = gossamer.decentralize(
@@ -128,7 +137,7 @@ def trainer(run: MethodRun, model: EmulatedModel, watch: Watch | None) -> BenchT
         optimizer,
         topology=method.topology or "aer",
         algorithm=gossamer.algorithm(method.algorithm, **run.options),
-        gradients="worker",
+        gradients=run.gradients,
         wire=method.wire,
         exchange=gossamer.Exchange(bucket_mib=run.bucket_mb),
         timeout=run.timeout,
@@ -211,7 +220,7 @@ class _Barrier:
 
 
 def _until(run: MethodRun, training: BenchTrainer, warm: float) -> tuple[int, float | None]:
-    """The number of steps, or a deadline. DDP and Decent-DP need the same number on all workers, Gossamer does not."""
+    """The number of steps, or a deadline. All packages but Gossamer need the same number on all workers."""
     if run.seconds is None:
         return run.steps, None
     if training.gossip is None:

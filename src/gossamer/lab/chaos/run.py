@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,8 +46,8 @@ class ChaosConfig:
     compute: float = 0.15
     link: str | None = "100mbit"
     network: Literal["namespaces", "loopback"] = "namespaces"
-    soft: float = 0.5
-    hard: float = 5.0
+    soft: float | None = None  # seconds; None: learned
+    hard: float | None = None
     timeout: float = 60.0
 
     def __post_init__(self) -> None:
@@ -58,11 +59,10 @@ class ChaosConfig:
             raise InputError(f"calm runs must be 0 to 20, got {self.calm_runs}; pass e.g. 3")
         if not 0.01 <= self.compute <= 10:
             raise InputError(f"compute must be from 0.01 to 10 seconds per step, got {self.compute:g}; pass e.g. 0.15")
-        if not 0 < self.soft < self.hard < self.timeout:
-            raise InputError(
-                f"deadlines must satisfy 0 < soft < hard < timeout, got {self.soft:g}, {self.hard:g} and "
-                f"{self.timeout:g}; pass e.g. 0.5, 5 and 60"
-            )
+        given = [d for d in (self.soft, self.hard, self.timeout) if d is not None]
+        if not all(a < b for a, b in pairwise((0.0, *given))):
+            got = ", ".join(f"{d:g}" for d in given)
+            raise InputError(f"deadlines must satisfy 0 < soft < hard < timeout, got {got}; pass e.g. 0.5, 5 and 60")
         if self.parsed.algorithm == "ddp" or self.parsed.package != "gossamer":
             raise InputError(
                 f"{self.method!r} does not continue when a worker fails; name a method of Gossamer, e.g. dadam:aer"

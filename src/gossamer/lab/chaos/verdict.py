@@ -15,7 +15,8 @@ LATE = 2.0  # seconds after a fault within which the others may still drop its v
 SHORTEST = 0.2  # seconds: shorter stalls are noise and are not listed
 WARM_UP = 0.25  # the first part of a process's life, in which buffers and caches fill, is left out
 GROWTH_MB, GROWTH_SHARE = 4.0, 0.02  # allowed growth of memory after the warm-up: the larger of the two
-STALL = 4.0  # a worker without a fault may stall for this many soft deadlines
+STALL = 4.0  # a worker without a fault may stall for this many soft deadlines,
+STALL_LEARNED = 2.0  # or seconds, where deadlines are learned
 NOISE = 0.1  # allowed relative error of the loss if fewer than three calm runs show its spread
 
 
@@ -167,7 +168,7 @@ def loss_bound(calm: Sequence[float]) -> float | None:
     return max(calm) + (max(calm) - min(calm))
 
 
-def problems(verdict: Mapping[str, Any], *, soft: float) -> list[str]:
+def problems(verdict: Mapping[str, Any], *, soft: float | None) -> list[str]:
     """The reasons why a run did not pass, as sentences; empty if it passed."""
     found = []
     if verdict["hangs"]:
@@ -176,11 +177,10 @@ def problems(verdict: Mapping[str, Any], *, soft: float) -> list[str]:
         found.append(f"{verdict['restarts']} workers ended unexpectedly and had to be started again")
     if verdict["not_rejoined"]:
         found.append(f"{verdict['not_rejoined']} victims did not come back")
-    if verdict["longest_stall_s"] is not None and verdict["longest_stall_s"] > STALL * soft:
-        found.append(
-            f"a worker without a fault stalled for {verdict['longest_stall_s']:.2f} s, longer than {STALL:g} soft "
-            f"deadlines of {soft:g} s"
-        )
+    allowed = STALL_LEARNED if soft is None else STALL * soft
+    if verdict["longest_stall_s"] is not None and verdict["longest_stall_s"] > allowed:
+        limit = f"{allowed:g} s" if soft is None else f"{STALL:g} soft deadlines of {soft:g} s"
+        found.append(f"a worker without a fault stalled for {verdict['longest_stall_s']:.2f} s, longer than {limit}")
     if verdict["final_loss"] is None:
         found.append("no worker reached the end, so there is no final loss")
     bound = loss_bound(verdict["calm_final_losses"])

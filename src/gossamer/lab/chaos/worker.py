@@ -44,8 +44,8 @@ class ChaosJob:
     batch: int = 32
     seed: int = 0
     timeout: float = 60.0
-    soft: float = 0.5
-    hard: float = 5.0
+    soft: float | None = None  # seconds; None: learned
+    hard: float | None = None
 
     def rate(self, seconds: float) -> float:
         """The learning rate `seconds` after the start: a cosine over the run, down to a twentieth of `lr`."""

@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import NoReturn
 
 from gossamer.lab.namespaces import enter_namespace
@@ -40,6 +41,7 @@ def main(spec: WorkerSpec, environ: Mapping[str, str], channel: Connection, outp
         os.setpgid(0, 0)  # the worker is signaled together with the processes that it starts
         _redirect_prints(output)
         _end_with_launcher()
+        _name_process(spec.rank)
         faulthandler.enable(file=sys.stderr)
         faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
         if spec.netns is not None:
@@ -71,6 +73,12 @@ def _redirect_prints(output: Connection) -> None:
     output.close()
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def _name_process(rank: int) -> None:
+    """Show the rank in `ps` and `top`."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(f"gossamer-{rank}")  # the kernel keeps 15 characters
 
 
 def _end_with_launcher() -> None:

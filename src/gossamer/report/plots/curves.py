@@ -20,11 +20,13 @@ from gossamer.report.plots.style import (
     method_styles,
     new_figure,
     save,
+    say,
     tidy,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from gossamer.predict.asynchronous import ConsensusCurve, ConsensusScaling
     from gossamer.predict.closed_form import Contour
@@ -42,11 +44,16 @@ Points = Sequence[tuple[float, float]]
 
 
 def line_chart(
-    lines: Mapping[str, Sequence[tuple[float, float, float]]], *, title: str, unit: str, log_allowed: bool = False
+    lines: Mapping[str, Sequence[tuple[float, float, float]]],
+    *,
+    title: str,
+    unit: str,
+    see: str = "",
+    log_allowed: bool = False,
 ) -> str:
     """Return a chart as a part of a page; `lines` has (x, mean, standard deviation) for each label.
 
-    With `log_allowed`, values over a wide range are drawn on a logarithmic axis.
+    `see` is the sentence above it. With `log_allowed`, values over a wide range are drawn on a logarithmic axis.
     Lines are dashed differently and get thinner from first to last, so that equal curves do not hide each other.
     The legend is not part of the chart: `legend` makes one for all charts of a page.
     """
@@ -69,7 +76,7 @@ def line_chart(
         marker = style.marker if len(x) <= 12 else ""
         axis.plot(
             x, y, color=style.color, dashes=style.dash or (None, None), marker=marker, markersize=4,
-            linewidth=1.3 + 1.2 * (1 - at / len(lines)), gid=f"line-{at}",
+            linewidth=thickness(at, len(lines)), gid=f"line-{at}",
         )  # fmt: skip
     if logarithmic:
         axis.set_yscale("log")
@@ -86,7 +93,33 @@ def line_chart(
     }
     zero = f"; 0 for {', '.join(hidden)}" if hidden else ""
     caption = f"{title} (logarithmic{zero})" if logarithmic else title
-    return live_figure(drawn, data, caption)
+    return live_figure(drawn, data, caption, see)
+
+
+def thickness(at: int, count: int) -> float:
+    """Return the width of line `at`: later lines are thinner, so that equal curves do not hide each other."""
+    return 1.3 + 1.2 * (1 - at / count)
+
+
+def ends_sentence(
+    lines: Mapping[str, Sequence[tuple[float, float, float]]], unit: str, *, higher: bool, distance: bool = False
+) -> str:
+    """Say which line ends best, and where DDP ends; for the consensus distance which ends lowest."""
+    ends = {label: points[-1][:2] for label, points in lines.items() if points and math.isfinite(points[-1][1])}
+    if distance:  # all-reduce has none
+        ends = {label: end for label, end in ends.items() if end[1] > 0}
+    if not ends:
+        return "All workers hold the same parameters." if distance else "No value is known."
+    sign = -1 if higher else 1
+    best = min(ends, key=lambda label: sign * ends[label][1])
+    text = (
+        f"{best} ends {'closest together' if distance else 'highest' if higher else 'lowest'}, at {ends[best][1]:.4g}"
+    )
+    if unit != "step":
+        text += f" after {ends[best][0]:.4g} {unit}"
+    if "ddp" in ends and best != "ddp":
+        text += f"; ddp at {ends['ddp'][1]:.4g}" + (f" after {ends['ddp'][0]:.4g} {unit}" if unit != "step" else "")
+    return f"{text}."
 
 
 def _rounded(points: Sequence[tuple[float, float, float]]) -> list[list[float]]:
@@ -109,37 +142,57 @@ def _sample(style: MethodStyle) -> str:
 def draw_loss(curves: Mapping[str, Points], path: str | Path, *, target: float) -> Path:
     """Draw loss against wall time, one line per method; the dotted line is the loss whose time is compared."""
     path = check_output(path)
-    figure = new_figure(6.4, 3.8)
+    figure = new_figure(7.6, 3.8)
     axis = figure.subplots()
-    _method_lines(axis, curves, marker=False)
+    _method_lines(figure, axis, curves, marker=False)
     axis.axhline(target, color=INK, linestyle="dotted", linewidth=1)
     axis.set(xlabel="wall time (s)", ylabel="loss, mean over workers")
     axis.set_xlim(left=0)
+    values = [y for points in curves.values() for _, y in points if y > 0]
+    if values and max(values) > LOG_RANGE * min(values):
+        axis.set_yscale("log")
+    reached = {label: next((x for x, y in points if y <= target), None) for label, points in curves.items()}
+    times = {label: x for label, x in reached.items() if x is not None}
+    if times:
+        first = min(times, key=times.__getitem__)
+        ddp = times.get("ddp")
+        than = f", {ddp / times[first]:.2g} times sooner than ddp" if ddp and first != "ddp" and times[first] else ""
+        say(figure, f"{first} reaches the dotted loss of {target:.4g} first, after {times[first]:.4g} s{than}.")
     return save(figure, path)
 
 
 def draw_scaling(curves: Mapping[str, Points], path: str | Path, *, unit: str = "s") -> Path:
     """Draw step time against the number of workers, one line per method."""
     path = check_output(path)
-    figure = new_figure(6.4, 4)
+    figure = new_figure(7.6, 4)
     axis = figure.subplots()
-    _method_lines(axis, curves, marker=True)
+    _method_lines(figure, axis, curves, marker=True)
     axis.set_xscale("log", base=2)
     sizes = sorted({n for points in curves.values() for n, _ in points})
     axis.set_xticks(sizes, [f"{n:g}" for n in sizes])
     axis.set_ylim(bottom=0)
     axis.set(xlabel="workers", ylabel=f"step time ({unit})")
+    largest = {label: dict(points)[sizes[-1]] for label, points in curves.items() if sizes[-1] in dict(points)}
+    if largest:
+        best = min(largest, key=largest.__getitem__)
+        ddp = largest.get("ddp")
+        against = f", {largest[best] / ddp:.0%} of ddp's" if ddp and best != "ddp" else ""
+        say(
+            figure,
+            f"With {sizes[-1]:g} workers {best} has the shortest steps: {largest[best]:.3g} {unit}{against}. A flat "
+            "line scales perfectly.",
+        )
     return save(figure, path)
 
 
-def _method_lines(axis: Axes, curves: Mapping[str, Points], *, marker: bool) -> None:
-    for label, style in method_styles(list(curves)).items():
+def _method_lines(figure: Figure, axis: Axes, curves: Mapping[str, Points], *, marker: bool) -> None:
+    for at, (label, style) in enumerate(method_styles(list(curves)).items()):
         axis.plot(
-            [x for x, _ in curves[label]], [y for _, y in curves[label]], label=label, color=style.color,
-            dashes=style.dash or (None, None), marker=style.marker if marker else "", linewidth=1.6,
+            *zip(*curves[label], strict=True), label=label, color=style.color, dashes=style.dash or (None, None),
+            marker=style.marker if marker else "", linewidth=thickness(at, len(curves)),
         )  # fmt: skip
     tidy(axis)
-    axis.legend(frameon=False)
+    figure.legend(loc="outside right center", frameon=False, fontsize=8)
 
 
 def draw_contours(contours: Sequence[Contour], path: str | Path, *, title: str = "") -> Path:
@@ -161,8 +214,13 @@ def draw_contours(contours: Sequence[Contour], path: str | Path, *, title: str =
     axes[0].set_ylabel("ω: exchange / all-reduce")
     bar = figure.colorbar(filled, ax=axes.tolist(), format=lambda v, _: f"{v:.0%}", ticks=levels[::4])
     bar.set_label("time saved over all-reduce (a line every 20%)")
-    if title:
-        figure.suptitle(title, fontsize=10)
+    most = max(float(np.max(c.saving)) for c in contours)
+    head = f"{title}: " if title else ""
+    say(
+        figure,
+        f"{head}the darker, the more time gossip saves (up to {most:.0%} here): it pays where all-reduce takes long "
+        "beside compute (right), where an exchange is short beside an all-reduce (below), and with jitter (panels).",
+    )
     return save(figure, path)
 
 
@@ -181,7 +239,7 @@ def draw_consensus(
     columns = min(3, panels)
     rows = -(-panels // columns)
     figure = new_figure(4.4 * columns, 3.6 * rows + 0.4)
-    figure.suptitle(title, fontweight="bold")
+    say(figure, f"{title}: {_consensus_sentence(curves, scalings)}")
     axes = iter(figure.subplots(rows, columns, squeeze=False).ravel())
     for forcing, pair in curves.items():
         axis = next(axes)
@@ -203,6 +261,18 @@ def draw_consensus(
     for axis in axes:
         axis.set_visible(False)
     return save(figure, path)
+
+
+def _consensus_sentence(curves: Mapping[str, Sequence[ConsensusCurve]], scalings: Sequence[ConsensusScaling]) -> str:
+    lower = "the lower curve keeps the workers closer together for the same number of exchanges"
+    pair = next((p for p in curves.values() if len(p) > 1), None)
+    if pair is not None:
+        forcing = next(name for name, p in curves.items() if p is pair)
+        best = min(pair, key=lambda c: float(np.mean(c.distance[-max(1, len(c.distance) // 5) :])))
+        return f"{best.algorithm} ends closer to consensus ({FORCINGS[forcing]}); {lower}."
+    if scalings:
+        return "the flatter line needs fewer exchanges as workers are added."
+    return f"{lower}."
 
 
 def _study_line(axis: Axes, curve: ConsensusCurve, x: np.ndarray, y: np.ndarray) -> None:

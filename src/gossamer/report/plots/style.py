@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,27 +25,31 @@ PICTURES = (".svg", ".png", ".pdf")
 PICTURES_AND_PAGES = (".html", *PICTURES)
 INK, QUIET = "#24292f", "#57606a"
 DPI = 144  # of PNG files
+PAGE_COLORS = {"#000000": "ink", INK: "ink", QUIET: "quiet", "#b0b0b0": "line", "#8c959f": "line", "#f3f5f8": "card"}
+PAGE_COLORS["#0072b2"] = "blue"  # lines inside nodes, brighter on a dark page
 SVG = "http://www.w3.org/2000/svg"
 XLINK = "http://www.w3.org/1999/xlink"
 
-# Okabe and Ito's palette, which color-blind people can tell apart, extended by Tol's muted one. DDP is always gray.
+# After Okabe and Ito's palette, which color-blind people can tell apart, and Tol's muted one. Every color has a
+# contrast of about 3 or more to a white and to a dark page. DDP is always gray.
 METHOD_COLORS = {
     "ddp": "#8a8f98",
-    "dadam": "#0072b2",
+    "dadam": "#1f7fc0",
     "accumadam": "#009e73",
     "gossipadam": "#d55e00",
-    "dsgd": "#999933",
+    "dsgd": "#8f8f2e",
     "ad-psgd": "#cc79a7",
-    "a2cid2": "#5d3a9b",
-    "decent-dp": "#e69f00",
-    "diloco": "#7f5f2a",
-    "localsgd": "#aa4499",
+    "a2cid2": "#8a63d2",
+    "decent-dp": "#c98a00",
+    "diloco": "#957238",
+    "localsgd": "#b557a6",
 }
-OTHER_COLOR = "#117777"
-# A topology changes the shade: below 0 darker, above 0 lighter.
-TOPOLOGY_SHADES = {"aer": 0.0, "one-peer-exponential": -0.35, "exp": -0.35, "ring": 0.35, "complete": 0.55}
+OTHER_COLOR = "#2a8c8c"
+# A topology changes the shade (below 0 darker, above 0 lighter) and the dash, so that equal curves can be told apart.
+TOPOLOGY_SHADES = {"aer": 0.0, "one-peer-exponential": -0.25, "exp": -0.25, "ring": 0.25, "complete": 0.4}
+TOPOLOGY_DASHES = {"one-peer-exponential": 3, "exp": 3, "ring": 4, "complete": 5}
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.6), (1.3, 1.3), (6, 1.6, 1.3, 1.6), (9, 2.5), (3, 1, 1, 1, 1, 1))
-WIRE_DASHES = {"bf16": 1, "fp16": 1, "int8": 2}
+WIRE_DASHES = {"bf16": 1, "fp16": 1, "int8": 2, "int4": 3}
 MARKERS = "osD^vPX*"
 
 
@@ -59,8 +65,8 @@ class MethodStyle:
 def method_styles(labels: Sequence[str]) -> dict[str, MethodStyle]:
     """Return the style of each label, which is a method (`NAME[:TOPOLOGY[:WIRE]]`) and may name more after a space.
 
-    The algorithm decides the color, the topology its shade, the wire the dash. So a method looks the same in every
-    picture; labels that would look the same (for example two learning rates of one method) get different dashes.
+    The algorithm decides the color, the topology its shade and the dash, a wire the dash. So a method looks the same in
+    every picture; labels that would look the same (two learning rates of one method) get different dashes.
     """
     styles: dict[str, MethodStyle] = {}
     used: set[tuple[str, int]] = set()
@@ -70,7 +76,7 @@ def method_styles(labels: Sequence[str]) -> dict[str, MethodStyle]:
         if name == "ddp":
             topology, wire = "", topology
         color = _shade(METHOD_COLORS.get(name, OTHER_COLOR), TOPOLOGY_SHADES.get(topology.partition("(")[0], 0.0))
-        dash = WIRE_DASHES.get(wire, 0)
+        dash = WIRE_DASHES.get(wire, TOPOLOGY_DASHES.get(topology.partition("(")[0], 0))
         while (color, dash) in used and len([d for c, d in used if c == color]) < len(DASHES):
             dash = (dash + 1) % len(DASHES)
         used.add((color, dash))
@@ -110,6 +116,13 @@ def new_figure(width: float, height: float, *, arrange: bool = True) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), facecolor="white", layout="constrained" if arrange else None)
+
+
+def say(figure: Figure, sentence: str) -> None:
+    """Write one sentence above the picture that says what to see in it."""
+    width = figure.get_size_inches()[0]
+    text = textwrap.fill(sentence, max(30, int(13.5 * width)))
+    figure.suptitle(text, x=0.012, ha="left", fontsize=9.5, color=INK)
 
 
 def tidy(*axes: Axes) -> None:
@@ -154,6 +167,8 @@ def inline_svg(figure: Figure, salt: str, titles: Mapping[str, Sequence[str]] | 
     from matplotlib import rc_context
 
     stream = io.BytesIO()
+    for patch in (figure.patch, *(axis.patch for axis in figure.axes)):
+        patch.set_visible(False)  # the page has a background
     with rc_context({"svg.hashsalt": salt, "svg.fonttype": "none", "font.family": "sans-serif"}):
         figure.savefig(stream, format="svg", metadata={"Date": None})
     ElementTree.register_namespace("", SVG)
@@ -167,7 +182,14 @@ def inline_svg(figure: Figure, salt: str, titles: Mapping[str, Sequence[str]] | 
         assert group is not None
         for shape, text in zip(_shapes(group), texts, strict=True):
             ElementTree.SubElement(shape, f"{{{SVG}}}title").text = text
-    return ElementTree.tostring(root, encoding="unicode")
+    return _follow_page(ElementTree.tostring(root, encoding="unicode"))
+
+
+def _follow_page(svg: str) -> str:
+    """Let text, axes and grid have the colors of the page, which is light or dark."""
+    for color, name in PAGE_COLORS.items():
+        svg = re.sub(rf"(fill|stroke): {color}", rf"\1: var(--{name})", svg)
+    return svg
 
 
 def _shapes(group: ElementTree.Element) -> list[ElementTree.Element]:

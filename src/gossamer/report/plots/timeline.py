@@ -20,6 +20,7 @@ from gossamer.report.plots.style import (
     inline_svg,
     new_figure,
     save,
+    say,
     write_text,
 )
 from gossamer.trace import COLORS, Trace
@@ -43,9 +44,24 @@ def draw_timeline(traces: Sequence[Trace], path: str | Path, *, title: str = "",
         parts = [f"<h1>{html.escape(name)}</h1>", timeline_figure(traces, unit=unit), timeline_note()]
         return write_text(path, page(name, parts))
     figure, _, _, _ = _figure(traces, unit, MAX_PICTURE_ROWS)
-    if title:
-        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    say(figure, (f"{title}: " if title else "") + waiting_sentence(traces))
     return save(figure, path)
+
+
+def waiting_sentence(traces: Sequence[Trace]) -> str:
+    """Say which of the timelines waits least and most."""
+    shares: dict[str, float] = {}
+    for trace in traces:
+        spans = [s for s in trace.spans if s.category != "exchange"]
+        total = sum(s.seconds for s in spans)
+        if total:
+            shares[trace.label] = sum(s.seconds for s in spans if s.family == "waiting") / total
+    if not shares:
+        return "Gray bars are exchanges."
+    least, most = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+    if len(shares) == 1 or shares[most] - shares[least] < 0.005:
+        return f"Workers wait (red) {shares[most]:.0%} of the time; gray exchanges run beside blue compute."
+    return f"Red is waiting: {most} waits {shares[most]:.0%} of the time, {least} {shares[least]:.0%}."
 
 
 def timeline_figure(traces: Sequence[Trace], *, unit: str | None = None) -> str:
@@ -70,7 +86,8 @@ def timeline_figure(traces: Sequence[Trace], *, unit: str | None = None) -> str:
         for trace, axis in zip(traces, axes, strict=True)
     ]
     ends = list(axes[-1].get_xlim())
-    return live_figure(drawn, {"kind": "timeline", "unit": name, "x": ends, "rows": ROWS, "axes": described})
+    data = {"kind": "timeline", "unit": name, "x": ends, "rows": ROWS, "axes": described}
+    return live_figure(drawn, data, see=waiting_sentence(traces))
 
 
 def timeline_note() -> str:
@@ -107,7 +124,7 @@ def _figure(traces: Sequence[Trace], unit: str | None, most_rows: int) -> tuple[
     axes[-1].set_xlim(0, end * scale)
     axes[-1].set_xlabel(f"time ({name})")
     handles = [Patch(color=color, label=family) for family, color in COLORS.items()]
-    figure.legend(handles=handles, loc="outside upper right", ncols=3, fontsize=8, frameon=False)
+    figure.legend(handles=handles, loc="outside lower right", ncols=3, fontsize=8, frameon=False)
     return figure, axes, name, scale
 
 

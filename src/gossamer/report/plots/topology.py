@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INTRA, INTER, BOX = "#0072b2", "#d55e00", "#f3f5f8"
+ON_WORKER = "#1f2328"  # on the workers' light tints, on dark pages as well
 MAX_PANELS = 16
 MAX_WORKERS = 1024  # with more workers the dots merge
 NAMED = 16  # members of a group that a hover text lists
@@ -147,7 +148,8 @@ def _draw_panel(axis: Axes, scene: Scene, panel: Panel, *, unit: float) -> None:
     axis.add_collection(dots)
     if unit > 9:
         for worker, (x, y) in enumerate(scene.workers):
-            axis.text(x, y, str(worker), size=min(8, 0.3 * unit), ha="center", va="center_baseline", zorder=4)
+            size = min(8, 0.3 * unit)
+            axis.text(x, y, str(worker), size=size, ha="center", va="center_baseline", zorder=4, color=ON_WORKER)
 
 
 def grid(count: int) -> tuple[int, int]:

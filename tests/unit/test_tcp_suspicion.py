@@ -1,0 +1,66 @@
+"""Who is declared dead: two observers are needed, or all living ones where there are fewer."""
+
+import pytest
+from torch.distributed import TCPStore
+
+from gossamer.comm.tcp import DirectoryClient, HostedDirectory, Member, Record
+from gossamer.comm.tcp.suspicion import Suspicions
+
+RING = Record(1, {r: Member(f"process-{r}", "127.0.0.1", 1 + r, "node") for r in range(5)}, [0])
+
+
+def ring(record, rank):
+    ranks = record.ranks
+    at = ranks.index(rank)
+    return {ranks[at - 1], ranks[(at + 1) % len(ranks)]}
+
+
+@pytest.fixture
+def observers():
+    """Makes the suspicions of a rank; `alive` are the ranks that answer it."""
+    hosted, clients = HostedDirectory(address="127.0.0.1"), []
+
+    def of(rank, alive):
+        client = DirectoryClient(
+            lambda wait: TCPStore("127.0.0.1", hosted.port, is_master=False, wait_for_workers=False), first_wait=5.0
+        )
+        clients.append(client)
+        return Suspicions(rank, client, ring, lambda member: int(member.incarnation[-1]) in alive, 0.0)
+
+    yield of
+    for client in clients:
+        client.close()
+    hosted.close()
+
+
+def test_two_observers_are_needed(observers):
+    one, three = observers(1, {0, 2, 3, 4}), observers(3, {0, 1, 2, 4})
+    assert not one.confirmed(RING, 2)
+    assert not one.confirmed(RING, 2)  # saying it twice does not help
+    assert three.confirmed(RING, 2)
+    assert one.confirmed(RING, 2)
+
+
+def test_a_single_living_observer_is_enough(observers):
+    assert observers(1, {0, 4}).confirmed(RING, 2)  # worker 3 does not answer
+
+
+def test_a_suspicion_that_was_withdrawn_does_not_count(observers):
+    one, three = observers(1, {0, 2, 3, 4}), observers(3, {0, 1, 2, 4})
+    assert not one.confirmed(RING, 2)
+    one.withdraw(["process-2"])
+    one.withdraw([])
+    assert not three.confirmed(RING, 2)
+    assert one.confirmed(RING, 2)
+
+
+def test_a_suspicion_of_an_earlier_process_does_not_count(observers):
+    one, three = observers(1, {0, 2, 3, 4}), observers(3, {0, 1, 2, 4})
+    assert not one.confirmed(RING, 2)
+    newer = Record(3, {**RING.members, 1: Member("process-1-again", "127.0.0.1", 9, "node")}, [0])
+    assert not Suspicions(3, three._directory, ring, lambda member: True, 0.0).confirmed(newer, 2)
+
+
+def test_of_two_workers_one_is_enough(observers):
+    pair = Record(1, {r: RING.members[r] for r in (0, 1)}, [0])
+    assert observers(0, {1}).confirmed(pair, 1)
