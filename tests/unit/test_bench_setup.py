@@ -124,7 +124,7 @@ def test_the_timeout_of_a_worker_grows_with_the_run():
 def test_presets_take_about_ten_minutes_by_default(monkeypatch, capsys, name):
     seen = []
 
-    def stop(setup, methods, plan, tell):
+    def stop(setup, methods, plan, tell, measure=None):
         seen.append((plan, expected(setup, methods, plan)))
         raise InputError("enough")
 
