@@ -96,6 +96,8 @@ def test_every_cost_is_charged():
     slower = {"adam": 0.5, "gossipadam": 0.25}
     assert time("ddp", update_gb_per_s=slower) == pytest.approx(time("ddp") + 0.1 - 0.025, rel=1e-3)
     assert time("gossipadam:aer", update_gb_per_s=slower) > time("dadam:aer", update_gb_per_s=slower) + 0.09
+    few = {"fp32": 8.0, "bf16": 0.01}  # a wire that was not measured costs as much as the slowest one
+    assert time("dadam:aer:int8", merge_gb_per_s=few) > 2 * time("dadam:aer:int8")
     measured = {"per_node": (2, 2), "seconds": ((1e3, 1.0), (1e9, 2.0))}
     spec = from_dict({**described().model_dump(), "costs": {**COSTS, "allreduce": measured}}).costs.allreduce
     assert time("ddp", allreduce=spec) > 1
