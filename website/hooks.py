@@ -24,6 +24,7 @@ from website import generate, records  # noqa: E402  found by the line above
 
 PROJECT = ("ARCHITECTURE.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s]+)\)")
+TABLE = re.compile(r"(^[^|\n].*\n)(\|.*\n\|\s*:?-)", re.M)  # a table that follows a line of text
 SCRIPTS = {'class="mermaid"': "mermaid.tiny.js", 'class="arithmatex"': "mathjax-tex-svg.js"}
 MATHJAX = "window.MathJax = {tex: {inlineMath: [['\\\\(', '\\\\)']], displayMath: [['\\\\[', '\\\\]']]}}"
 
@@ -115,7 +116,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{image}[{text}]({to}{hash_}{own or anchor})"
 
     parts = re.split(r"(^ *```.*?^ *```)", markdown, flags=re.S | re.M)  # every second part is code
-    return "".join(part if i % 2 else LINK.sub(follow, part) for i, part in enumerate(parts))
+    return "".join(part if i % 2 else TABLE.sub(r"\1\n\2", LINK.sub(follow, part)) for i, part in enumerate(parts))
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

@@ -14,6 +14,7 @@ INTRODUCTION = """# Errors and warnings
 An error of Gossamer names the value, the rule and the remedy. This page lists all of them as they stand in the source,
 by the part of Gossamer that raises them; ‹…› stands for a value. Words of a message in the search box (press S) find
 its entry. Hangs and surprises have a page of their own: [debugging](../howto/debugging.md).
+
 | class | meaning |
 |---|---|
 | `gossamer.InputError` | a value that you passed is wrong; also a `ValueError` |

@@ -12,7 +12,7 @@ PICTURES = {".svg", ".png"}
 KINDS = {
     "How fast": ("bench-", "time-to-loss", "async-overhead", "engine-overhead", "engine-memory", "optim"),
     "How good": ("quality-", "noise-scale", "a2cid2-stationary"),
-    "How well predicted": ("paper-prediction", "predict-vs-lab", "simulator"),
+    "How well predicted": ("paper-prediction", "predict-", "simulator"),
     "What failures cost": ("chaos", "soak", "rejoin", "checkpoint-"),
 }
 

@@ -18,7 +18,7 @@ FACTORS = {
     "layout": LAYOUTS,
     "topology": [e.name for e in entries()],
     "algorithm": ["awc", "atc"],
-    "wire": ["fp32", "bf16", "fp16", "int8"],
+    "wire": ["fp32", "bf16", "fp16", "int8", "int4"],
     "every": [1, 2],
     "average_every": [0, 4],
     "fragments": [1, 2],

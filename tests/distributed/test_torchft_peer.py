@@ -6,6 +6,8 @@ from workers import loss_of, mlp, process_group, seeded, vector
 
 import gossamer
 from gossamer.comm.torchft_peer import TorchftPeer
+from gossamer.lab.bench.time_to_loss import LearningRun, learn
+from gossamer.predict.methods import parse
 
 pytest.importorskip("torchft")
 
@@ -54,3 +56,20 @@ def test_torchft_on_processes_equals_our_exact_average(pools, name):
     for _, held, sent in results:
         torch.testing.assert_close(held, mean, rtol=1e-6, atol=1e-6)
         assert sent == pytest.approx(STEPS // EVERY * 2 * 3 / 4 * 4 * elements)
+
+
+def learned(rank, name, options):
+    run = LearningRun(parse(name), lr=0.01, seconds_of=((0.0,) * 12,) * 2, width=16, batch=8, options=options)
+    return learn(rank, run)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("diloco", {"every": 4}), ("dadam:ring", {"every": 4, "outer": gossamer.Nesterov(), "combine": "atc"})],
+)
+def test_time_to_loss_by_local_steps(pools, name, options):
+    """The final loss is that of the mean, so all workers find the same one."""
+    answers = pools(1, 1).run(learned, name, options)
+    assert answers[0]["final"] == pytest.approx(answers[1]["final"], rel=1e-5)
+    assert all(len(a["losses"]) == 12 for a in answers)
+    assert 0 < answers[0]["final"] < 3

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import gossamer
-from browser import needs_browser, shown
+from browser import driven, needs_playwright
 from gossamer.cli import COMMANDS
 
 pytest.importorskip("mkdocs", reason="pip install '.[docs]'")
@@ -39,6 +39,12 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
         loads = [found for found in REMOTE.findall(path.read_text(encoding="utf-8")) if "href" not in found]
         assert loads == [], path
         assert not re.search(r"<link[^>]+href=[\"']https?://", path.read_text(encoding="utf-8")), path
+
+
+def test_every_table_is_a_table(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        text = re.sub(r"<(pre|code)[^>]*>.*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.S)
+        assert not re.search(r"\|\s*:?---", text), page
 
 
 def test_every_picture_is_there(site: Path) -> None:
@@ -73,9 +79,26 @@ def test_the_index_of_errors_has_the_sentences_of_the_source(site: Path) -> None
     assert errors.count("InputError") > 300
 
 
-@needs_browser
-def test_search_works_in_a_page_that_was_opened_as_a_file(site: Path, tmp_path: Path) -> None:
-    page = shown(site / "index.html", tmp_path)
-    assert "Gossamer" in page
-    assert (site / "search" / "search_index.js").exists()
-    assert "iframe-worker-shim.js" in page
+@needs_playwright
+def test_the_site_works_without_a_network_when_it_is_opened_as_files(site: Path) -> None:
+    with driven() as page:
+        page.goto((site / "index.html").as_uri())
+        page.click(".md-search__input")
+        page.keyboard.type("one-peer-exponential")
+        page.wait_for_selector('.md-search-result__link[href*="topologies.html"]')
+
+        page.goto((site / "understand" / "step.html").as_uri())
+        page.wait_for_selector("mjx-container")
+        page.wait_for_selector("div.mermaid")  # takes the place of the diagram's source
+        assert "flowchart TB" not in page.inner_text("article")
+    assert "mermaid.tiny.js" not in (site / "index.html").read_text(encoding="utf-8"), "loaded where it is needed"
+
+
+@needs_playwright
+@pytest.mark.parametrize("dark", [False, True])
+def test_no_page_is_wider_than_a_phone(site: Path, dark: bool) -> None:
+    names = ("index", "tutorials/choose", "reference/commands", "evidence/bench-comm-bound", "engine", "topologies")
+    with driven(width=390, dark=dark) as page:
+        for name in names:
+            page.goto((site / f"{name}.html").as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390, name

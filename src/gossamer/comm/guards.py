@@ -32,7 +32,7 @@ def inspected(
             yield batch
             for peer, message in batch.recvs:
                 senders[peer] = None
-                if message.is_floating_point() and not _finite(message):
+                if message.is_floating_point() and not finite(message):
                     bad[peer] = "its values are not finite"
             batch = next(steps)
     except StopIteration as stop:
@@ -51,7 +51,7 @@ def inspected(
     return None if bad else mixed
 
 
-def _finite(values: Tensor) -> bool:
+def finite(values: Tensor) -> bool:
     """Whether all values are finite. The sum of absolute values shows it; double precision does not overflow."""
     return math.isfinite(float(torch.linalg.vector_norm(values, 1, dtype=torch.float64)))
 

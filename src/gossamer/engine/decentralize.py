@@ -106,8 +106,9 @@ def decentralize(
         algorithm: "awc" communicates while adapting and overlaps forward and backward; "atc" adapts, then combines.
             "ad-psgd" and "a2cid2" are asynchronous: every worker steps at its own pace. Pass a policy to change its
             settings: `AWC(staleness=1)`, `ATC(every=2)`, `ADPSGD(rate=2)`, `A2CiD2(max_staleness=8)`.
-        wire: Format of parameters between nodes: "fp32" (unchanged), "bf16", "fp16" or "int8". Every wire conserves the
-            mean of the workers.
+        wire: Format of parameters between nodes: "fp32" (unchanged), "bf16", "fp16", "int8" or "int4". Every wire
+            conserves the mean of the workers. "int8" and "int4" are relative to the last exact average: use them with
+            `average_every`.
         process_group: The workers that gossip: a process group, or a one-dimensional `DeviceMesh` such as the
             data-parallel dimension beside tensor parallelism. Default: all workers.
         on_failure: "raise" ends the job with an error that names the dead peer. "continue", or `Continue(...)` to set
@@ -242,6 +243,7 @@ def _static(worker: _Worker, process_group: ProcessGroup | DeviceMesh | None, br
         agree(transport.share("description", text), worker.error)
         prepared = worker.prepared
         assert prepared is not None
+        prepared.common = broadcast
         _warn_if_single(prepared, worker.model, workers)
         if broadcast and workers.size > 1:
             _broadcast(prepared, transport)
@@ -333,6 +335,7 @@ def _elastic(worker: _Worker, broadcast: bool) -> ElasticGossip:
         raise
     prepared = worker.prepared
     assert prepared is not None
+    prepared.common = broadcast
     coordinator = ElasticCoordinator(
         arrival, prepared, worker.topology, broadcast=broadcast, accelerator=worker.accelerator
     )

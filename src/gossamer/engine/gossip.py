@@ -167,7 +167,7 @@ class Gossip:
         self._equal_at = None
         with self._together("reset()"):
             for lane in self.lanes:
-                lane.adopt()
+                lane.restart()
 
     # -- the protocol of recipes, checkpoints and integrations ------------------------------------------------
 
@@ -213,7 +213,7 @@ class Gossip:
         """Continue from the parameters as they are now, with `steps` steps counted. Collective."""
         with self._together("restart()"):
             for lane in self.lanes:
-                lane.adopt()
+                lane.restart()
                 lane.count_steps(steps)
 
     def mixed_parameters(self) -> list[MixedParameters]:

@@ -62,6 +62,7 @@ class LaneParts:
     coordinator: Coordinator
     writer: TraceWriter | None
     siblings: Sequence[Lane]  # all lanes of this worker, this one included
+    common: bool  # all workers start from the same parameters
     shard: tuple[int, int]  # (i, m): this worker holds shard i of m of its node's replica; (0, 1): all of it
 
 
@@ -198,6 +199,10 @@ class Lane:
 
     def adopt(self) -> None:
         """Continue from the parameters as they are: the user has written them."""
+
+    def restart(self) -> None:
+        """In a collective call: continue from the parameters as they are, on all workers."""
+        self.adopt()
 
     def mix_only(self) -> None:
         """Take part in a round without a step, so that workers that need this one can continue."""

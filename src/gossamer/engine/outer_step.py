@@ -73,13 +73,18 @@ class OuterStep:
                 to.copy_(value)
 
 
-def check_state(mine: OuterStep | None, state: dict[str, Any]) -> None:
-    """Refuse the state of a lane with another outer step."""
+def check_state(mine: OuterStep | None, state: dict[str, Any], *, combines: bool) -> None:
+    """Refuse the state of a lane with another outer step; `combines`: this lane adapts, then combines."""
     saved, here = (state.get("outer") or {}).get("name"), None if mine is None else mine.policy.name
     if saved != here:
         raise InputError(
             f"the state was saved with {_written(saved)} and this run has {_written(here)}; resume with the same, or "
             "load only the model and the optimizer"
+        )
+    if mine is not None and "arrived" in state and combines:
+        raise InputError(
+            f"the state of the outer step {here!r} was saved by algorithm 'awc', with an exchange in flight, and this "
+            "run has 'atc'; resume with the same, or load only the model and the optimizer"
         )
 
 

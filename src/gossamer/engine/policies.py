@@ -19,7 +19,7 @@ from gossamer.engine.outer import Outer, SlowMo, check_outer
 from gossamer.errors import InputError
 
 AlgorithmName = Literal["awc", "atc", "ad-psgd", "a2cid2"]
-WireName = Literal["fp32", "bf16", "fp16", "int8"]
+WireName = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 Buffers = Literal["average", "local"]
 Gradients = Literal["auto", "node", "worker"]
 Gaps = Literal["poisson", "fixed"]
@@ -318,6 +318,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         if isinstance(self.algorithm, Asynchronous):
+            if self.wire == "int4":
+                raise InputError(
+                    f"wire='int4' rounds the distance to the last exact average, and {self.algorithm.name!r} makes "
+                    "none, so four bits would have to hold the parameters themselves; use wire='int8' or 'bf16', or "
+                    "algorithm='awc'"
+                )
             if self.guards:
                 raise InputError(
                     f"guard={self.guards[0]!r} needs rounds, and {self.algorithm.name!r} has none; leave it out or use "

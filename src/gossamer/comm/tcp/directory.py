@@ -24,6 +24,7 @@ from gossamer.errors import GossamerError, InputError
 
 ANSWER = 3.0  # seconds the directory may take to answer
 POLL = 0.02  # seconds between checks of whether all workers have shared their text
+LONGEST_POLL = 0.2  # the same after a while
 PREFIX = "gossamer"  # of all keys
 T = TypeVar("T")
 
@@ -145,18 +146,20 @@ class DirectoryClient:
 
         The text of a worker is its latest one; with `write=settle`, its first one.
         """
-        deadline = Deadline(timeout)
+        deadline, pause = Deadline(timeout), POLL
         self.ask_at_start(lambda store: write(store, f"{name}/{rank}", text))
         keys = [f"{name}/{r}" for r in range(size)]
-        while missing := self.ask(lambda store: [r for r, key in enumerate(keys) if not store.check([key])]):
+        while not self.ask(lambda store: store.check(keys)):  # one message, whatever the number of workers
             if stop():
                 return None
-            if not deadline.sleep(POLL):
+            pause = min(LONGEST_POLL, 1.5 * pause)
+            if not deadline.sleep(pause):
+                missing = self.ask(lambda store: [r for r, key in enumerate(keys) if not store.check([key])])
                 raise PeerError(
                     f"worker(s) {', '.join(map(str, missing))} did not show up within {timeout:g} s; check that "
                     "every worker was started and calls decentralize()"
                 )
-        return self.ask(lambda store: [store.get(key).decode() for key in keys])
+        return self.ask(lambda store: [text.decode() for text in store.multi_get(keys)])
 
     def close(self) -> None:
         with self._lock:

@@ -44,6 +44,7 @@ class Kind(IntEnum):
     STATE = 5  # my state, for a worker that asked for it
     LEAVING = 6  # I leave the job
     JUMPED = 7  # I skip all rounds before these; payload: the rounds of my lanes
+    DECIDED = 9  # a stage of a meeting is decided: the round is its number
     VERDICT = 8  # what became of my asynchronous exchanges with you; payload: a Verdict
 
 

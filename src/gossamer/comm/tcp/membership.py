@@ -68,6 +68,8 @@ class Membership:
         self._rounds = [0] * arrival.lanes
         self._serve, self._margin = serve, margin
         self.deadlines = EdgeDeadlines(soft_deadline)
+        self.decided = -1  # the latest stage of a meeting that is decided, as far as this worker has heard
+        self._news = threading.Condition()
         self._stopped = threading.Event()
         self._hurry = threading.Event()  # read the record now
         self._following = threading.Lock()
@@ -143,6 +145,20 @@ class Membership:
             rounds_after = [k + (at == lane) for at, k in enumerate(self._rounds)]
             payload = json.dumps(rounds_after).encode()
             self.links.send_all(FrameHeader(Kind.JUMPED, self.run, len(payload), epoch=self.record.epoch), payload)
+
+    def announce(self, stage: int) -> None:
+        """Tell all members that a stage of a meeting is decided; the news travels on the links."""
+        with self._news:
+            if stage <= self.decided:
+                return  # passed on already
+            self.decided = stage
+            self._news.notify_all()
+        self.links.send_all(FrameHeader(Kind.DECIDED, self.run, epoch=self.record.epoch, round=stage))
+
+    def await_news(self, stage: int, seconds: float) -> bool:
+        """Wait at most `seconds` for the news that `stage`, or a later one, is decided."""
+        with self._news:
+            return self._news.wait_for(lambda: self.decided >= stage, seconds)
 
     def hard_deadline(self, rank: int) -> float:
         """Seconds of silence after which this member counts as dead."""
@@ -279,6 +295,8 @@ class Membership:
                     self._hurry.set()
             elif header.kind is Kind.RECORD:
                 self._follow(Record.parse(payload.decode()))
+            elif header.kind is Kind.DECIDED:
+                self.announce(header.round)
             elif header.kind is Kind.LEAVING:
                 peer.dead = "has left"
                 self.links.inbox.lose(peer.rank, "it has left")

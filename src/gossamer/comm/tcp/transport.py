@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.accelerator import Accelerator
-from gossamer.comm.exchange import Batch
+from gossamer.comm.exchange import Batch, OtherAnchor, Scratch
 from gossamer.comm.pace import Pace
+from gossamer.comm.staging import Stage
 from gossamer.comm.tcp.frame import FrameHeader, Kind
 from gossamer.comm.tcp.inbox import Key, Slot
 from gossamer.comm.tcp.link import Link, Lost
@@ -67,6 +68,17 @@ class TcpChannel(ThreadedChannel):
 
     def _over(self, job: Job) -> bool:
         return job.given_up or self._closing
+
+    def _perform(self, job: Job, scratch: Scratch, stage: Stage | None) -> None:
+        try:
+            super()._perform(job, scratch, stage)
+        except OtherAnchor as error:  # both sides of a pair find it; others may wait for what would have followed
+            assert job.stamp is not None
+            self._links.refused(error.peer, str(error))
+            self._skip(job, self._channel, job.stamp, [])
+            raise PeerError(
+                f"worker {self._members.rank} continues without round {job.round}, bucket {job.bucket}: {error}"
+            ) from None
 
     def _carry(self, batch: Batch, job: Job) -> None:
         stamp = job.stamp

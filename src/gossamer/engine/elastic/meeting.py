@@ -4,6 +4,11 @@ Meetings are numbered and agreed on in the directory. A worker that calls `avera
 every member that can come has posted, one compare-and-set fixes who takes part. At the end the participants agree in
 the same way on whether the call succeeded for all of them; if not, they meet again.
 
+Note [Why a meeting costs O(n) messages]: everyone who comes adds 1 to a counter, and only the worker that completes the
+number of members reads what all have posted, decides, and says so on its links, where the others hear it. Counter and
+news are hints and may be lost. So a worker that waits also reads the decision once per second, and, with a period that
+grows with the number of members, everything, in order to find out who cannot come.
+
 A worker that has lost the directory cannot come, although its neighbors hear its heartbeats. Therefore every worker
 renews a sign of attendance in the directory; a worker whose sign has not changed for `hard_deadline` seconds is not
 waited for. A worker that had to continue without a meeting writes that meeting's number beside its sign.
@@ -19,7 +24,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gossamer.comm import Deadline, PeerWait, Stamp, Store, layout_of
 from gossamer.comm.round_barrier import COLLECTIVE, DifferentCalls
@@ -29,7 +34,9 @@ from gossamer.topology import Layout
 
 SIGN = 1.0  # seconds between two signs of attendance, at most
 LOOK = 0.5  # seconds between reads of the others' signs, at least
-POLL = 0.05  # seconds between checks of who has come
+POLL = 0.05  # seconds between two calls of what a worker does while it waits
+RECHECK = 1.0  # seconds between reads of the directory by a worker that waits, and hears nothing on its links
+THOROUGH = 0.1  # the same for reads of all members' keys, times the number of members
 WATCH = 1.0  # seconds between checks of whether the others have given a meeting up
 
 
@@ -209,19 +216,26 @@ class Meetings:
     def _conclude(self, meeting: Meeting, fine: bool) -> bool:
         if meeting.ranks == (self._members.rank,):
             return fine
-        deadline = Deadline(self._timeout)
+        deadline, stage = Deadline(self._timeout), 2 * meeting.number + 1
+        thorough = Deadline(THOROUGH * len(meeting.ranks))
         self._attendance.restart()
+        first = True
         while not deadline.expired:
             gone = meeting.gone(self._members.record)
+            check = first or bool(gone) or thorough.expired
+            if thorough.expired:
+                thorough = Deadline(max(RECHECK, THOROUGH * len(meeting.ranks)))
             try:
-                outcome = self._members.directory.ask(partial(self._outcome, meeting, fine, gone))
+                outcome = self._members.directory.ask(partial(self._outcome, meeting, fine, gone, first, check))
             except Unreachable:  # the others cannot be asked any more
                 self.last = replace(meeting, alone=True)
                 self._attendance.skip(meeting.number)
                 return fine
             if outcome:
+                self._members.announce(stage)
                 return outcome == "fine"
-            deadline.sleep(POLL / 5)
+            first = False
+            self._members.await_news(stage, min(RECHECK, thorough.remaining))
         raise GossamerError(f"workers {list(meeting.ranks)} did not all reach the end of a collective call")
 
     def end_call(self) -> None:
@@ -239,27 +253,42 @@ class Meetings:
         wait = PeerWait(self._members.rank, self._timeout)
         directory_deadline: Deadline | None = None  # while the directory does not answer
         missing: list[int] = []
+        posted: tuple[int, str] | None = None  # the meeting, and the process as which this worker came
+        look_at, thorough = Deadline(0.0), Deadline(RECHECK)
+        heard, epoch = -1, self._members.record.epoch
         self._attendance.restart()
         while True:
-            record = self._members.record
-            decided = None
-            try:
-                decided, missing = self._members.directory.ask(partial(self._look_around, record, here()))
-                directory_deadline = None
-            except Unreachable:
-                self._attendance.restart()
-                directory_deadline = directory_deadline or Deadline(self._hard)
-                if directory_deadline.expired:
-                    return self._alone(call, here())
-            if decided is not None:
-                if self._members.me.incarnation in {a.incarnation for a in decided.came}:
-                    self._check_calls(call, decided.came)
-                    return Meeting.of(self.next, decided.epoch, decided.came)
-                self.next += 1  # that meeting took place without this worker
-                continue
+            record, me = self._members.record, here()
+            first = posted != (self.next, me.incarnation)
+            news = self._members.decided >= 2 * self.next and heard != self._members.decided
+            changed = record.epoch != epoch
+            if first or news or changed or look_at.expired:
+                heard, epoch = self._members.decided, record.epoch
+                check = changed or thorough.expired
+                if thorough.expired:
+                    thorough = Deadline(max(RECHECK, THOROUGH * len(record.members)))
+                decided = None
+                try:
+                    request = partial(self._look_around, record, me, first, check)
+                    decided, known = self._members.directory.ask(request)
+                    missing = missing if known is None else known
+                    posted, directory_deadline = (self.next, me.incarnation), None
+                except Unreachable:
+                    self._attendance.restart()
+                    directory_deadline = directory_deadline or Deadline(self._hard)
+                    if directory_deadline.expired:
+                        return self._alone(call, here())
+                if decided is not None:
+                    if me.incarnation in {a.incarnation for a in decided.came}:
+                        self._check_calls(call, decided.came)
+                        self._members.announce(2 * self.next)
+                        return Meeting.of(self.next, decided.epoch, decided.came)
+                    self.next += 1  # that meeting took place without this worker
+                    continue
+                look_at = Deadline(min(RECHECK, self._hard / 2))
             meanwhile()
             wait.check(lambda: f"worker(s) {', '.join(map(str, missing))} in {call}", COLLECTIVE)  # noqa: B023
-            time.sleep(POLL)
+            self._members.await_news(2 * self.next, POLL)
 
     def _check_calls(self, call: str, came: list[Attendee]) -> None:
         """Raise, on every participant, if the participants made different calls."""
@@ -271,29 +300,48 @@ class Meetings:
                 f"{other.call}. Every worker must make the same collective calls in the same order"
             )
 
-    def _look_around(self, record: Record, here: Attendee, store: Store) -> tuple[_Decided | None, list[int]]:
+    def _look_around(
+        self, record: Record, here: Attendee, first: bool, check: bool, store: Store
+    ) -> tuple[_Decided | None, list[int] | None]:
         """Post this worker's attendance. Return who takes part, once every member that can come has posted, and the
-        ranks that are missing."""
+        ranks that are missing, if it was found out.
+
+        `first`: this worker has just come. `check`: find out who is missing, and cannot come.
+        """
         name = f"meeting/{self.next}"
         decided = look(store, name)
         if not decided:
-            store.set(f"{name}/{self._members.rank}", json.dumps(here))
-            others = {r: m.incarnation for r, m in record.members.items() if r != self._members.rank}
-            away = self._attendance.absent(store, others, self.next if self._first is None else self._first)
-            came, missing = [], []
-            for rank, member in record.members.items():
-                if rank in away:
-                    continue
-                posted = look(store, f"{name}/{rank}")
-                if posted and Attendee(*json.loads(posted)).incarnation == member.incarnation:
-                    came.append(json.loads(posted))
-                else:
-                    missing.append(rank)
-            if missing or not came:
+            if first or check:
+                store.set(f"{name}/{self._members.rank}", json.dumps(here))
+            complete = first and store.add(f"{name}/count", 1) >= len(record.members)
+            if not (complete or check):
+                return None, None
+            found, missing = self._came(store, name, record, complete)
+            if missing or not found:
                 return None, missing
-            decided = store.compare_set(name, "", json.dumps([record.epoch, sorted(came)])).decode()
+            decided = store.compare_set(name, "", json.dumps([record.epoch, sorted(found)])).decode()
         epoch, attendees = json.loads(decided)
         return _Decided(epoch, [Attendee(*a) for a in attendees]), []
+
+    def _came(self, store: Store, name: str, record: Record, complete: bool) -> tuple[list[Any], list[int]]:
+        """The members that have posted, and those that are missing although they can come. `complete`: probably all
+        have posted, so that two requests read everything."""
+        keys = [f"{name}/{rank}" for rank in record.ranks]
+        if complete and store.check(keys):
+            texts, away = [text.decode() for text in store.multi_get(keys)], set()
+        else:
+            others = {r: m.incarnation for r, m in record.members.items() if r != self._members.rank}
+            away = self._attendance.absent(store, others, self.next if self._first is None else self._first)
+            texts = [look(store, key) for key in keys]
+        found, missing = [], []
+        for rank, text in zip(record.ranks, texts, strict=True):
+            if rank in away:
+                continue
+            if text and Attendee(*json.loads(text)).incarnation == record.members[rank].incarnation:
+                found.append(json.loads(text))
+            else:
+                missing.append(rank)
+        return found, missing
 
     def _alone(self, call: str, here: Attendee) -> Meeting:
         warnings.warn(
@@ -310,17 +358,26 @@ class Meetings:
         others = {rank: incarnation for rank, incarnation in meeting.came if rank != self._members.rank}
         return self._attendance.absent(store, others, meeting.number)
 
-    def _outcome(self, meeting: Meeting, fine: bool, gone: set[int], store: Store) -> str:
-        """Post this worker's result; return "fine" or "failed" once that is decided, else an empty text."""
+    def _outcome(self, meeting: Meeting, fine: bool, gone: set[int], first: bool, check: bool, store: Store) -> str:
+        """Post this worker's result; return "fine" or "failed" once that is decided, else an empty text. `first` and
+        `check` as in `_look_around`."""
         name = f"outcome/{meeting.number}"
-        if fine:
-            store.set(f"{name}/{self._members.rank}", "fine")
-        missing = {r for r in meeting.ranks if not store.check([f"{name}/{r}"])}
-        if not fine or not missing:
-            return str(store.compare_set(name, "", "fine" if fine else "failed").decode())
-        if missing & (gone | self._absent(store, meeting)):
+        decided = look(store, name)
+        if decided:
+            return decided
+        if not fine:
             return str(store.compare_set(name, "", "failed").decode())
-        return look(store, name)
+        keys = [f"{name}/{r}" for r in meeting.ranks]
+        if first or check:
+            store.set(f"{name}/{self._members.rank}", "fine")
+        complete = first and store.add(f"{name}/count", 1) >= len(keys)
+        if (complete or check) and store.check(keys):
+            return str(store.compare_set(name, "", "fine").decode())
+        if check and not first:
+            missing = {r for r, key in zip(meeting.ranks, keys, strict=True) if not store.check([key])}
+            if missing & (gone | self._absent(store, meeting)):
+                return str(store.compare_set(name, "", "failed").decode())
+        return ""
 
 
 class _Decided(NamedTuple):
