@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -160,6 +161,15 @@ def test_everything_is_ranked_by_its_score(run):
     text = run("advise a40 --steps 30")
     assert "assumed, not measured" in text
     assert "What would change the answer" in text
+
+
+def test_exact_averages_of_anchored_wires_are_charged_where_they_happen():
+    cluster = described(gbps=0.05, mb=50)
+    choice = Choice(parse("gossipadam:aer:int8"), "awc")
+    without = replace(choice, refresh=0)
+    assert choice.options["average_every"] == 64
+    assert "average_every" not in without.options
+    assert choice.predict(cluster, 40, 0).step_time > without.predict(cluster, 40, 0).step_time + 0.01
 
 
 def test_the_threshold_is_the_users(run, tmp_path):
