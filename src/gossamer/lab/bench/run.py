@@ -201,7 +201,7 @@ def run_bench(
 
 def _add_predictions(results: list[dict[str, Any]], probed: Probed, plan: BenchPlan) -> None:
     """Add the predicted step time and its error to every result."""
-    options = {k: getattr(plan, k) for k in ("staleness", "every", "fragments", "outer")}
+    options = {k: getattr(plan, k) for k in ("staleness", "every", "fragments", "outer", "average_every")}
     for r in results:
         if "skipped" in r:
             continue
