@@ -200,6 +200,7 @@ class _Worker:
                 policy.name,
                 elastic=self.settings.elastic is not None,
                 asynchronous=self.settings.asynchronous,
+                guarded=self.settings.max_jump is not None,
             )
         except InputError as error:
             self.error = error

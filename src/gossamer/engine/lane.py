@@ -30,6 +30,7 @@ from gossamer.comm import (
     clock,
     exchange,
     room_for,
+    widest_float,
     wire_named,
 )
 from gossamer.engine.coordinator import Coordinator
@@ -173,7 +174,7 @@ class Lane:
 
     def norms(self) -> list[float]:
         """The norm of each bucket of this worker's parameters."""
-        return [float(torch.linalg.vector_norm(b.x.detach(), dtype=torch.float64)) for b in self.buckets]
+        return [float(torch.linalg.vector_norm(b.x.detach(), dtype=widest_float(b.x))) for b in self.buckets]
 
     def trained_unseen(self) -> bool:
         """Whether the parameters changed without a step of the optimizer, and without a `load_state_dict()`. Once."""

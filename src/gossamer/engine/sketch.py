@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gossamer.comm import Job, Purpose
+from gossamer.comm import Job, Purpose, widest_float
 from gossamer.engine.flat import Bucket
 from gossamer.engine.side_average import SideAverage
 from gossamer.errors import GossamerError
@@ -93,8 +93,8 @@ class Sketcher:
         start = 0
         for b in buckets:
             here = picks[(picks >= start) & (picks < start + b.x.numel())] - start
-            values.append(b.x[here.to(b.x.device)].double().cpu())
-            norm += float(torch.linalg.vector_norm(b.x, dtype=torch.float64)) ** 2
+            values.append(b.x[here.to(b.x.device)].cpu().double())
+            norm += float(torch.linalg.vector_norm(b.x, dtype=widest_float(b.x))) ** 2
             start += b.x.numel()
         sample = torch.cat(values)
         vector = torch.zeros(self.slots, SAMPLES + 2, dtype=torch.float64)
