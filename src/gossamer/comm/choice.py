@@ -61,8 +61,6 @@ def choose_transport(
             "transport='gloo' cannot be used with on_failure='continue': gloo cannot stop waiting for a peer; use "
             "transport='tcp' or 'auto'"
         )
-    if asked == "tcp" and not elastic:
-        raise InputError("transport='tcp' needs on_failure='continue' so far; use transport='gloo' or 'auto'")
     return asked
 
 

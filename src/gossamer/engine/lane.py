@@ -36,6 +36,7 @@ from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.flat import Bucket, Flat
 from gossamer.engine.metrics import Metrics
 from gossamer.engine.policies import Settings
+from gossamer.engine.signal import SignalMeter
 from gossamer.engine.sketch import Sketcher
 from gossamer.errors import GossamerError
 from gossamer.topology import Layout
@@ -70,6 +71,7 @@ class Lane:
     """One optimizer's exchanges: `mix` runs before `optimizer.step()` and `stepped` after it, once per step."""
 
     sketcher: Sketcher | None = None  # measures the consensus distance online, where a guard asks for it
+    meter: SignalMeter | None = None  # measures the share of the signal, where the optimizer uses it
 
     def __init__(self, parts: LaneParts):
         self.index, self.rank, self.optimizer = parts.index, parts.rank, parts.optimizer
@@ -267,6 +269,8 @@ class Lane:
         with ExitStack() as ends:  # runs all callbacks even if Ctrl-C interrupts one
             if self.sketcher is not None:
                 ends.callback(self.sketcher.close)
+            if self.meter is not None:
+                ends.callback(self.meter.close)
             ends.callback(self.channel.close, drain)
             for hook in self._hooks:
                 ends.callback(hook.remove)

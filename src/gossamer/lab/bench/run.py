@@ -78,6 +78,7 @@ class BenchPlan:
             raise InputError(f"seconds must be more than 0 and less than a day, got {self.seconds}; pass e.g. 30")
         if self.bucket_mb is not None and not 0 < self.bucket_mb < 1e6:
             raise InputError(f"bucket_mb must be a positive number of MiB, got {self.bucket_mb}; pass e.g. 0.5")
+        gossamer.outer_named(self.outer or "nesterov", self.outer_lr, self.outer_momentum)  # refuses bad values
         if self.seed < 0:
             raise InputError(f"the seed must be at least 0, got {self.seed}; pass e.g. 0")
 
