@@ -180,7 +180,9 @@ def test_a_planted_slow_link_is_named(capsys, tmp_path):
 
 
 def test_planted_small_buckets_are_named(capsys, tmp_path):
-    found = held_up(capsys, tmp_path, "--nodes 2 --per-node 1 --network loopback --bucket-mb 0.001 --model-mb 0.2 --compute 0.002")
+    found = held_up(
+        capsys, tmp_path, "--nodes 2 --per-node 1 --network loopback --bucket-mb 0.001 --model-mb 0.2 --compute 0.002"
+    )
     assert found["kind"] == "buckets"
     assert "bucket_mib" in found["change"]
     assert main(["advise", "--run", str(tmp_path)]) == 0
