@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,9 +94,13 @@ def test_every_cost_is_charged():
     assert time("dadam:aer", transfer_cpu_gb_per_s=0.1) > 1.5 * time("dadam:aer")
     assert time("ddp:bf16", encode_gb_per_s=slow) > 2 * time("ddp:bf16")
     assert time("ddp", ddp_us=50_000) == pytest.approx(time("ddp") + 0.05, rel=1e-3)
+    cheap = {"adam": 0.5, "sgd": 50.0}  # another optimizer than the baseline's is no merit of gossip
+    assert time("dsgd:aer", update_gb_per_s=cheap) == time("dadam:aer", update_gb_per_s=cheap)
     slower = {"adam": 0.5, "gossipadam": 0.25}
     assert time("ddp", update_gb_per_s=slower) == pytest.approx(time("ddp") + 0.1 - 0.025, rel=1e-3)
     assert time("gossipadam:aer", update_gb_per_s=slower) > time("dadam:aer", update_gb_per_s=slower) + 0.09
+    few = {"fp32": 8.0, "bf16": 0.01}  # a wire that was not measured costs as much as the slowest one
+    assert time("dadam:aer:int8", merge_gb_per_s=few) > 2 * time("dadam:aer:int8")
     measured = {"per_node": (2, 2), "seconds": ((1e3, 1.0), (1e9, 2.0))}
     spec = from_dict({**described().model_dump(), "costs": {**COSTS, "allreduce": measured}}).costs.allreduce
     assert time("ddp", allreduce=spec) > 1
@@ -158,6 +163,15 @@ def test_everything_is_ranked_by_its_score(run):
     text = run("advise a40 --steps 30")
     assert "assumed, not measured" in text
     assert "What would change the answer" in text
+
+
+def test_exact_averages_of_anchored_wires_are_charged_where_they_happen():
+    cluster = described(gbps=0.05, mb=50)
+    choice = Choice(parse("gossipadam:aer:int8"), "awc")
+    without = replace(choice, refresh=0)
+    assert choice.options["average_every"] == 64
+    assert "average_every" not in without.options
+    assert choice.predict(cluster, 40, 0).step_time > without.predict(cluster, 40, 0).step_time + 0.01
 
 
 def test_the_threshold_is_the_users(run, tmp_path):

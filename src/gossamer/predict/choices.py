@@ -57,6 +57,8 @@ class Choice:
     fragments: int = 1
     outer: bool = False
     plan: BucketPlan = BucketPlan()
+    refresh: int = REFRESH
+    """Steps between the exact averages of a wire that is relative to them (0: none, as in a short benchmark)."""
 
     @property
     def ddp(self) -> bool:
@@ -68,10 +70,10 @@ class Choice:
 
     @property
     def average_every(self) -> int:
-        """Steps between exact averages: 0, or with a wire that is relative to them, at least `REFRESH`."""
-        if not self.synchronous or self.method.wire not in ANCHORED:
+        """Steps between exact averages: 0, or with a wire that is relative to them, at least `refresh`."""
+        if not self.synchronous or self.method.wire not in ANCHORED or not self.refresh:
             return 0
-        return self.every * max(self.fragments, -(-REFRESH // self.every))
+        return self.every * max(self.fragments, -(-self.refresh // self.every))
 
     @property
     def options(self) -> dict[str, Any]:
