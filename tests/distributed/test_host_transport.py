@@ -127,3 +127,23 @@ def test_elastic_jobs_equal_virtual_workers_and_admit_a_replacement(monkeypatch)
                     assert torch.equal(workers[rank].values[step], now), f"worker {rank} differs after step {step}"
     for device in devices:
         device.close()
+
+
+def test_asynchronous_elastic_jobs_through_the_host(monkeypatch):
+    devices = [LateDevice(rank) for rank in range(2)]
+    with job(monkeypatch, 2, 1, topology="ring", algorithm="a2cid2", transport="host") as made:
+        monkeypatch.setattr(engine, "accelerator_of", lambda tensors: devices[made.local.rank])
+        plain = made.train
+
+        def late_train(rank, step, model, optimizer):
+            with devices[rank].training():
+                plain(rank, step, model, optimizer)
+            devices[rank].synchronize()
+
+        made.train = late_train
+        results = finish(made.all(30, lambda gossip: (gossip.stats()["rounds"], gossip.consensus_distance()), 0.005))
+    for rounds, distance in results:
+        assert rounds > 0
+        assert distance < 1.0
+    for device in devices:
+        device.close()

@@ -94,6 +94,8 @@ def test_every_cost_is_charged():
     assert time("dadam:aer", transfer_cpu_gb_per_s=0.1) > 1.5 * time("dadam:aer")
     assert time("ddp:bf16", encode_gb_per_s=slow) > 2 * time("ddp:bf16")
     assert time("ddp", ddp_us=50_000) == pytest.approx(time("ddp") + 0.05, rel=1e-3)
+    cheap = {"adam": 0.5, "sgd": 50.0}  # another optimizer than the baseline's is no merit of gossip
+    assert time("dsgd:aer", update_gb_per_s=cheap) == time("dadam:aer", update_gb_per_s=cheap)
     slower = {"adam": 0.5, "gossipadam": 0.25}
     assert time("ddp", update_gb_per_s=slower) == pytest.approx(time("ddp") + 0.1 - 0.025, rel=1e-3)
     assert time("gossipadam:aer", update_gb_per_s=slower) > time("dadam:aer", update_gb_per_s=slower) + 0.09

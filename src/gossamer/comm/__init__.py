@@ -1,6 +1,6 @@
 """Moving bytes between workers: exchanges, wire formats, transports. The only importer of torch.distributed."""
 
-from gossamer.comm.accelerator import Accelerator, NoTurns, Turns
+from gossamer.comm.accelerator import Accelerator, NoTurns, Turns, widest_float
 from gossamer.comm.choice import TransportName, accelerator_of, choose_transport
 from gossamer.comm.deadline import WARN_AFTER, Deadline, PeerWait
 from gossamer.comm.exchange import (
@@ -111,6 +111,7 @@ __all__ = [
     "share_texts",
     "sparse_embeddings",
     "subgroup_of",
+    "widest_float",
     "wire_named",
     "worker_group",
 ]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gossamer.comm.accelerator import widest_float
 from gossamer.comm.exchange import ExchangeSteps, Scratch
 
 CHUNK = 2**18  # elements
@@ -53,7 +54,7 @@ def inspected(
 
 def finite(values: Tensor) -> bool:
     """Whether all values are finite. The sum of absolute values shows it; double precision does not overflow."""
-    return math.isfinite(float(torch.linalg.vector_norm(values, 1, dtype=torch.float64)))
+    return math.isfinite(float(torch.linalg.vector_norm(values, 1, dtype=widest_float(values))))
 
 
 def _norm(a: Tensor, b: Tensor | None) -> float:
@@ -63,5 +64,5 @@ def _norm(a: Tensor, b: Tensor | None) -> float:
         part = a[start : start + CHUNK]
         if b is not None:
             part = part - b[start : start + CHUNK]
-        total += float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
+        total += float(torch.linalg.vector_norm(part, dtype=widest_float(part))) ** 2
     return math.sqrt(total)

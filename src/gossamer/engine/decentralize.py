@@ -47,7 +47,7 @@ from gossamer.engine.coordinator import StaticCoordinator
 from gossamer.engine.elastic import ElasticAsyncLane, ElasticCoordinator, ElasticGossip, ElasticLane
 from gossamer.engine.elastic.member_lane import MemberLane
 from gossamer.engine.first_step import watch_first_step
-from gossamer.engine.flat import is_sharded
+from gossamer.engine.flat import is_sharded, longest_message
 from gossamer.engine.gossip import Gossip
 from gossamer.engine.node_gradients import NodeGradients, PrivateDDP, node_gradients
 from gossamer.engine.node_progress import NodeProgress
@@ -200,6 +200,7 @@ class _Worker:
                 policy.name,
                 elastic=self.settings.elastic is not None,
                 asynchronous=self.settings.asynchronous,
+                guarded=self.settings.max_jump is not None,
             )
         except InputError as error:
             self.error = error
@@ -419,4 +420,9 @@ def _transport(worker: _Worker, store: Any, workers: WorkerGroup) -> Transport:
 
         assert worker.accelerator is not None
         return NcclTransport(store, workers, worker.timeout, worker.accelerator)
+    if worker.transport == "tcp":
+        from gossamer.comm.tcp.static import StaticTcpTransport
+
+        longest = longest_message(worker.model)
+        return StaticTcpTransport(store, workers, worker.timeout, worker.accelerator, longest=longest)
     return GlooTransport(store, workers, worker.timeout, worker.accelerator)

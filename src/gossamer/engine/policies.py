@@ -186,7 +186,7 @@ class Exchange:
     hierarchical: bool = True
     """Groups that span nodes average over the fast links inside each node first."""
     transport: TransportName = "auto"
-    """What carries the parameters. "gloo" and "tcp" send from the CPU's memory ("tcp": elastic jobs only), "nccl" from
+    """What carries the parameters. "gloo" and "tcp" send from the CPU's memory ("gloo": static jobs only), "nccl" from
     GPU to GPU, and "host" copies the parameters of any accelerator through the host. "auto" is "gloo" on the CPU and
     "tcp" in elastic jobs; on an accelerator it is "nccl" where that is available, the algorithm is synchronous and the
     job is not elastic, else "host"."""

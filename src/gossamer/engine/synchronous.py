@@ -23,6 +23,7 @@ from gossamer.engine.anchors import Anchors
 from gossamer.engine.lane import Lane, LaneParts
 from gossamer.engine.outer_step import OuterStep, check_state
 from gossamer.engine.policies import ATC, AWC, Synchronous
+from gossamer.engine.signal import SignalMeter
 from gossamer.engine.sketch import Sketcher
 from gossamer.errors import InputError
 from gossamer.topology.plan import Program
@@ -43,6 +44,9 @@ class SyncLane(Lane):
         # With staleness the parameters move while an exchange of their older values is in flight.
         stale = self.staleness and not self.alone
         self.sketcher = None if self.alone else Sketcher.of(parts, self.wait)
+        # An average of all members would wait for the dead ones of an elastic job.
+        static = not self.alone and parts.settings.elastic is None
+        self.meter = SignalMeter.of(parts, self.wait) if static else None
         self._outer_step = None if policy.outer is None else OuterStep(policy.outer, self.buckets)
         anchored = self.wire.anchored and not self.alone
         self._anchors = Anchors(self.buckets, parts.common) if anchored else None
@@ -67,6 +71,8 @@ class SyncLane(Lane):
 
     def stepped(self) -> None:
         if self.jobs is None and self.metrics.steps % self.every == 0:
+            if self.meter is not None:
+                self.meter.look(self.k)
             self.launch()
 
     @torch.no_grad()
@@ -79,6 +85,8 @@ class SyncLane(Lane):
         for flat in self.flats:
             flat.pack()
         self.forced = self.sketcher is not None and self.sketcher.at_launch(self.k, self.buckets)
+        if self.meter is not None:
+            self.meter.at_launch(self.k)
         self.metrics.guard_averages += self.forced
         if self._anchors is not None and self._anchors.wanted:
             self.forced, self._anchors.wanted = True, False
@@ -215,6 +223,7 @@ class SyncLane(Lane):
             "forced": self.forced,
             "stale": self._sent is not None,
             "sketch": self.sketcher.state_dict() if self.sketcher is not None else None,
+            "signal": self.meter.state_dict() if self.meter is not None else None,
         }
         if self._outer_step is not None:
             state["outer"] = self._outer_step.state_dict()
@@ -250,6 +259,8 @@ class SyncLane(Lane):
         self.metrics.rounds = self.k
         if self.sketcher is not None and state["sketch"] is not None:
             self.sketcher.load_state_dict(state["sketch"])
+        if self.meter is not None and state.get("signal") is not None:
+            self.meter.load_state_dict(state["signal"])
         if self._outer_step is not None:
             self._outer_step.load_state_dict(state["outer"])
         if self._anchors is not None:

@@ -69,13 +69,16 @@ def serial_seconds(
 
 
 def update_seconds(cluster: ClusterSpec, method: Method) -> float:
-    """Return the optimizer's step: as measured with the user's own, or by the measured rate of the method's."""
+    """Return the optimizer's step: as measured with the user's own, or by the measured rate of the method's.
+
+    No optimizer is charged less than Adam, the baseline's: a cheaper update is no merit of gossip.
+    """
     own, costs = cluster.compute.update_seconds, cluster.costs
     rates = {} if costs is None else costs.update_gb_per_s
     size = cluster.model.bytes / GB
     if own is None:
-        rate = rates.get(method.optimizer) or rates.get("adam")
-        return size / rate if rate else 0.0
+        known = [rates[name] for name in (method.optimizer, "adam") if name in rates]
+        return size / min(known) if known else 0.0
     if method.optimizer in rates and "adam" in rates:  # the user's own optimizer is charged where it is kept
         return own + max(0.0, size / rates[method.optimizer] - size / rates["adam"])
     return own
