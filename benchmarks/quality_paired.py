@@ -3,8 +3,8 @@
     python benchmarks/quality_paired.py translate --data ../shared/data/multi30k \\
         --record benchmarks/records/quality-paired-translate
 
-Every setting runs at the best rate that all-reduce with Adam has on seed 0, with nothing else set by hand. Seeds 10 to
-14 were in no choice of a rate, a form or a setting, and neither was the task `german`. A seed fixes weights and data
+Every setting runs at the best rate that all-reduce with Adam has on seed 0, with nothing else set by hand. Seeds 20 to
+24 were in no choice of a rate, a form or a setting, and neither was the task `german`. A seed fixes weights and data
 order, so the difference to all-reduce is taken seed by seed. Runs are files in --runs; a study that was stopped goes on
 where it was. Runs of seed 0 at other rates (--seeds 0 --lr RATE) are shown in the record as trials.
 """
@@ -26,7 +26,7 @@ from gossamer.report.record import environment, write_record
 from quality import FASHION, INSIDE
 from quality_runs import run_once
 
-SEEDS = (10, 11, 12, 13, 14)
+SEEDS = (20, 21, 22, 23, 24)
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 NOTES = {
@@ -133,9 +133,9 @@ def table(found: tables.Found, metric: str) -> str:
         "all-reduce, and by gossip where the averaged gradient is estimated to exceed that. `inside`: gradients "
         "averaged exactly inside a node. Loss and metric are those of the averaged model at the end: mean ± standard "
         "deviation. Differences of the loss are paired by seed: mean [95 % interval by Student's t]. "
-        f"Seeds {', '.join(map(str, seeds))}: none was used to choose a rate or a setting; "
-        "seed 10 was seen when the rule of clipping was confirmed. With one replica GossipAdam is Adam, so all-reduce "
-        "with the same optimizer is the base.",
+        f"Seeds {', '.join(map(str, seeds))}: none was used to choose a rate or a setting. With one replica GossipAdam "
+        "is Adam, so all-reduce with the same optimizer is the base. The parameters are packed into one tensor, so "
+        "GossipAdam has one share of the signal for the whole model.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),

@@ -165,6 +165,7 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     outcome["noise"] = [[r[key] for key in noise] for r in rows if "averaged" in r]
     outcome["curve"] = _curve([r["loss"] for r in rows if "lr" in r], config.steps)
     outcome["parameters"] = sum(p.numel() for p in strategy.replicas[0].model.parameters())
+    outcome["bytes"], outcome["units"] = progress.bytes, progress.units  # sent by a worker, seen by all
     outcome["config"] = said
     outcome["cpu_seconds"] = round(time.process_time() - began, 1)
     strategy.close()
@@ -176,6 +177,7 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 _SAID = {"method", "seed", "lr", "steps", "per_node", "betas", "accumulate", "betas_per", "exact_inside"}
+_SAID |= {"every", "fragments", "outer", "outer_lr", "outer_momentum"}
 _SAID |= {"combine", "optimizer", "discount", "momentum", "average_every", "schedule", "warmup", "clip", "options"}
 
 

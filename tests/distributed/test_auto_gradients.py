@@ -93,7 +93,7 @@ def without_averages(rank):
     """A process group that cannot average on the model's device, as NCCL with a model on the CPU."""
     with process_group():
         model = seeded(rank, mlp)
-        before, dist.get_backend_config = dist.get_backend_config, lambda: "cuda:nccl"
+        before, dist.get_backend_config = dist.get_backend_config, lambda group=None: "cuda:nccl"
         try:
             gossip = gossamer.decentralize(model, sgd(model), timeout=TIMEOUT)
         finally:

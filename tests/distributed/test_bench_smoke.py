@@ -155,7 +155,7 @@ def test_paced_links_cannot_be_predicted(capsys):
 def held_up(capsys, tmp_path, arguments):
     """Bench with a timeline, and what `advise --run` says about it."""
     pytest.importorskip("matplotlib")
-    plan = "--compute 0.05 --model-mb 0.5 --steps 1 --repeats 1 --no-sweep --methods dadam:complete --json"
+    plan = "--compute 0.03 --model-mb 0.1 --steps 1 --repeats 1 --no-sweep --methods dadam:complete --json"
     assert main(["bench", *plan.split(), *arguments.split(), "--trace", str(tmp_path)]) == 0
     capsys.readouterr()
     assert main(["advise", "--run", str(tmp_path), "--json"]) == 0
@@ -164,7 +164,7 @@ def held_up(capsys, tmp_path, arguments):
 
 
 def test_a_planted_slow_worker_is_named(capsys, tmp_path):
-    place = "--nodes 3 --per-node 1 --network loopback --jitter slow-worker:8@2"
+    place = "--nodes 3 --per-node 1 --network loopback --jitter slow-worker:5@2"
     found = held_up(capsys, tmp_path, place)
     assert (found["kind"], found["cause"]) == ("worker", "worker 2")
     assert "worker 2" in found["change"]
@@ -180,7 +180,9 @@ def test_a_planted_slow_link_is_named(capsys, tmp_path):
 
 
 def test_planted_small_buckets_are_named(capsys, tmp_path):
-    found = held_up(capsys, tmp_path, "--nodes 2 --per-node 1 --network loopback --bucket-mb 0.001 --compute 0.01")
+    found = held_up(
+        capsys, tmp_path, "--nodes 2 --per-node 1 --network loopback --bucket-mb 0.001 --model-mb 0.2 --compute 0.002"
+    )
     assert found["kind"] == "buckets"
     assert "bucket_mib" in found["change"]
     assert main(["advise", "--run", str(tmp_path)]) == 0

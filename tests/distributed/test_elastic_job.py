@@ -25,8 +25,8 @@ def report(gossip):
 @pytest.mark.parametrize(("n", "per_node", "topology"), [(3, 1, "ring"), (4, 2, "aer")])
 @pytest.mark.parametrize(
     "settings",
-    [{"algorithm": "awc"}, {"algorithm": "atc"}, {"fragments": 2, "average_every": 5}],
-    ids=["awc", "atc", "fragments"],
+    [{"algorithm": "awc"}, {"algorithm": "atc"}, {"fragments": 2, "average_every": 5, "wire": "int4"}],
+    ids=["awc", "atc", "thin"],
 )
 def test_a_run_without_faults_equals_virtual_workers_bit_by_bit(monkeypatch, n, per_node, topology, settings):
     options = {"topology": topology, **settings, "soft_deadline": 30.0, "hard_deadline": 30.0}
@@ -71,6 +71,46 @@ def test_the_others_continue_and_a_replacement_joins(monkeypatch, victim):
     assert all(torch.equal(mean, results[0][1]) for _, mean, _ in results)
     assert results[0][0] < 0.2  # their parameters are close again
     assert all(w.started_at == 0 for w in others)  # nobody was restarted
+
+
+def test_anchors_stay_consistent_when_members_come_and_go(monkeypatch):
+    """A newcomer takes its donor's anchor. One that is out of date is refused, until the next exact average."""
+    options = {"wire": "int4", "average_every": 16, "soft_deadline": 5.0, "hard_deadline": 20.0}
+    with job(monkeypatch, 4, 2, topology="aer", **options) as made:
+        workers = made.all(150, report, pause=0.02)
+        workers[2].until(20)
+        workers[2].kill()
+        others = [w for w in workers if w.rank != 2]
+        others[0].until(50)
+        replacement = made.start(2, 150, report, pause=0.02)
+        results = finish([*others, replacement])
+        lanes = [w.gossip.lanes[0] for w in [*others, replacement]]
+    assert replacement.started_at >= 40
+    states = [lane._anchors.state_dict() for lane in lanes]
+    assert all(s["ids"] == states[0]["ids"] for s in states)  # of the exact average in round 143
+    assert states[0]["ids"][0] >> 24 == 144
+    for mine, *theirs in zip(*(s["values"] for s in states), strict=True):
+        assert all(torch.equal(mine, other) for other in theirs)
+    assert all(torch.equal(mean, results[0][1]) for _, mean, _ in results)
+    assert results[0][0] < 0.2
+
+
+def test_messages_relative_to_another_anchor_are_refused_on_both_sides(monkeypatch):
+    options = {"wire": "int4", "average_every": 40, "soft_deadline": 20.0, "hard_deadline": 20.0}
+    with job(monkeypatch, 3, 1, topology="ring", **options) as made:
+        workers = made.all(90, report, pause=0.01)
+        workers[1].until(5)
+        anchors = workers[1].gossip.lanes[0]._anchors
+        anchors._ids = [12345 for _ in anchors._ids]  # as if it had missed an exact average
+        results = finish(workers)
+    assert "another exact average than this worker has" in results[0][2]["last_refusal"]
+    for rank, (distance, _, stats) in enumerate(results):
+        assert stats["members"] == [0, 1, 2]
+        assert sum(stats["refused_by_peer"].values()) > 0, rank
+        assert distance < 0.2
+    assert results[0][2]["refused_by_peer"].keys() == {1}
+    ids = [w.gossip.lanes[0]._anchors._ids for w in workers]
+    assert ids[0] == ids[1] == ids[2]  # equal again after the exact average
 
 
 def test_a_replacement_may_be_on_another_node(monkeypatch):

@@ -241,7 +241,7 @@ def vector_of_shards(model):
     return torch.cat([p.to_local().detach().flatten() for p in model.parameters()]).clone()
 
 
-@pytest.mark.parametrize("settings", [{}, {"fragments": 2, "average_every": 4}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"fragments": 2, "average_every": 4, "wire": "int4"}], ids=str)
 def test_sharded_run_resumes_bit_by_bit(pools, settings):
     for expected, resumed in pools(2, 2).run(resume_sharded, settings):
         assert torch.equal(expected, resumed)

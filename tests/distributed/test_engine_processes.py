@@ -18,7 +18,7 @@ FACTORS = {
     "layout": LAYOUTS,
     "topology": [e.name for e in entries()],
     "algorithm": ["awc", "atc"],
-    "wire": ["fp32", "bf16", "fp16", "int8"],
+    "wire": ["fp32", "bf16", "fp16", "int8", "int4"],
     "every": [1, 2],
     "average_every": [0, 4],
     "fragments": [1, 2],
@@ -26,6 +26,7 @@ FACTORS = {
     "hierarchical": [True, False],
     "in_flight": [4, 1],
     "stagger": [True, False],
+    "transport": ["gloo", "tcp"],
 }
 STEPS = 6
 
@@ -91,6 +92,7 @@ def on_processes(rank, cases):
 
 
 def on_virtual_workers(layout, case):
+    case = {k: v for k, v in case.items() if k != "transport"}
     made = [worker(rank) for rank in range(sum(layout))]
     seen = [[] for _ in made]
     with gossamer.VirtualCluster(per_node=list(layout)) as cluster:

@@ -3,8 +3,12 @@
 import json
 
 import pytest
+import torch
 
+import gossamer
 from gossamer.cli import main
+from gossamer.comm import process_groups
+from gossamer.lab.workers import run_workers
 from gossamer.predict.advise import advise
 from gossamer.predict.cluster import load
 from gossamer.predict.methods import WIRES
@@ -32,3 +36,29 @@ def test_probe_measures_every_link(tmp_path, capsys):
     assert cluster.links.inter.by_size
     assert out.read_text().startswith("# compute is a guess")
     assert advise(cluster, steps=20).notes
+
+
+def probed(rank, out):
+    process_groups.join_world()
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.ones(4, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    path = gossamer.probe(model, optimizer, step, out, steps=3, seconds=0.02)
+    process_groups.leave_world()
+    return path is not None
+
+
+@pytest.mark.timeout(180)
+def test_a_script_probes_its_own_step(tmp_path):
+    out = tmp_path / "cluster.toml"
+    assert run_workers(2, probed, str(out), timeout=150) == [True, False]  # worker 0 writes
+    cluster = load(out)
+    assert (cluster.compute.source, len(cluster.compute.samples)) == ("measured", 3)
+    assert cluster.model.mb == pytest.approx(4 * (64 * 64 + 64) / 1e6)
+    assert 0 < cluster.compute.update_seconds < 10
+    assert not any("compute is a guess" in note for note in advise(cluster, steps=20).notes)

@@ -124,7 +124,7 @@ def test_the_timeout_of_a_worker_grows_with_the_run():
 def test_presets_take_about_ten_minutes_by_default(monkeypatch, capsys, name):
     seen = []
 
-    def stop(setup, methods, plan, tell):
+    def stop(setup, methods, plan, tell, measure=None):
         seen.append((plan, expected(setup, methods, plan)))
         raise InputError("enough")
 
@@ -139,7 +139,18 @@ def test_presets_take_about_ten_minutes_by_default(monkeypatch, capsys, name):
     assert f"runs, at least {seconds / 60:.0f} min" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("bad", [{"steps": 0}, {"repeats": 0}, {"seconds": 0.0}, {"bucket_mb": -1.0}, {"seed": -1}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"steps": 0},
+        {"repeats": 0},
+        {"seconds": 0.0},
+        {"bucket_mb": -1.0},
+        {"seed": -1},
+        {"outer": "newton"},
+        {"outer": "nesterov", "outer_momentum": 1.0},
+    ],
+)
 def test_a_plan_refuses_bad_values(bad):
     with pytest.raises(InputError, match=str(next(iter(bad)))):
         BenchPlan(**bad)

@@ -222,6 +222,14 @@ def test_refusals(monkeypatch, asked, device, elastic, asynchronous, message):
         choose_transport(asked, on(device), "ad-psgd", elastic=elastic, asynchronous=asynchronous)
 
 
+def test_values_that_nccl_receives_cannot_be_checked(monkeypatch):
+    monkeypatch.setattr("gossamer.comm.choice.available_backends", lambda: {"nccl": True})
+    job = {"elastic": False, "asynchronous": False, "guarded": True}
+    assert choose_transport("auto", on("cuda"), "awc", **job) == "host"
+    with pytest.raises(InputError, match="cannot be used with a NeighborGuard"):
+        choose_transport("nccl", on("cuda"), "awc", **job)
+
+
 def test_nccl_without_nccl(monkeypatch):
     monkeypatch.setattr("gossamer.comm.choice.available_backends", lambda: {"nccl": False})
     with pytest.raises(InputError, match="needs a build of torch with NCCL; use transport='host'"):

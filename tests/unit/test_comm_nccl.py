@@ -14,6 +14,7 @@ import gossamer.comm.deadline as deadlines
 from gossamer.comm import Hub, Job, PeerError, Plain, Purpose, exchange, wire_named
 from gossamer.comm.nccl import NcclChannel
 from gossamer.comm.process_groups import WorkerGroup
+from gossamer.comm.store_transport import StoreTransport
 from gossamer.comm.transport import ChannelId
 from gossamer.engine.lane import Lane
 from gossamer.errors import GossamerWarning
@@ -34,8 +35,11 @@ class Network:
         monkeypatch.setattr(dist, "P2POp", lambda act, tensor, peer, group: (act, tensor, peer, group))
         monkeypatch.setattr(dist, "batch_isend_irecv", self._batch)
         self.transports = [
-            SimpleNamespace(rank=r, watched=set(), lost=lambda: None, watch=lambda p: None) for r in range(size)
+            SimpleNamespace(rank=r, lost=lambda: None, watch=lambda p: None, first_lost=lambda p: p)
+            for r in range(size)
         ]
+        for transport in self.transports:
+            transport.loss = partial(StoreTransport.loss, transport)
 
     def channel(self, rank, ranks=None, timeout=60.0):
         self._opening = rank

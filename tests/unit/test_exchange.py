@@ -11,12 +11,13 @@ from gossamer.topology.plan import program
 from policies import policies
 from reference import distance
 
-WIRES = ["fp32", "bf16", "fp16", "int8"]
+WIRES = ["fp32", "bf16", "fp16", "int8", "int4"]
 ITEM = {
     "fp32": lambda n: 4 * n,
     "bf16": lambda n: 2 * n,
     "fp16": lambda n: 2 * n,
-    "int8": lambda n: n + 4 * -(-n // 256),
+    "int8": lambda n: 8 + n + 2 * -(-n // 128),
+    "int4": lambda n: 8 + -(-n // 2) + 2 * -(-n // 128),
 }
 LAYOUTS = [[2], [5], [3, 3], [2, 2, 1], [1, 2, 1]]
 
@@ -26,15 +27,18 @@ class Still:
 
     def __init__(self, per_node, elements=48, dtype=torch.float32, seed=0, **settings):
         self.layout = Layout.of(per_node)
-        generator = torch.Generator().manual_seed(seed)
         self.models = []
         for _ in range(self.layout.n):
             model = nn.Module()
-            model.x = nn.Parameter(torch.randn(elements, generator=generator, dtype=torch.float64).to(dtype))
+            model.x = nn.Parameter(torch.zeros(elements, dtype=dtype))
             self.models.append(model)
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.0) for m in self.models]
         self.cluster = gossamer.VirtualCluster(per_node=per_node)
-        self.gossips = self.cluster.decentralize(self.models, self.optimizers, broadcast=False, **policies(**settings))
+        self.gossips = self.cluster.decentralize(self.models, self.optimizers, **policies(**settings))
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():  # not at the start, so that the first round is not an exact average on a quantized wire
+            for model in self.models:
+                model.x.copy_(torch.randn(elements, generator=generator, dtype=torch.float64))
 
     def step(self):
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
@@ -94,7 +98,7 @@ def test_the_mean_does_not_drift_while_workers_move(topology, per_node, wire):
     assert abs(bias) < 4e-7, f"the mean moved by {bias:.1e} of its value in {steps} rounds"
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "int4"])
 @pytest.mark.parametrize("algorithm", ["awc", "atc"])
 def test_exact_averages_travel_in_full_precision(wire, algorithm):
     for per_node in ([4], [3, 3], [2, 2, 1]):
@@ -130,7 +134,7 @@ def test_fp32_contracts_as_the_product_of_the_matrices(topology):
         assert still.cluster.consensus_distance() == pytest.approx(distance(want), rel=1e-5, abs=1e-6), per_node
 
 
-@pytest.mark.parametrize(("wire", "floor"), [("bf16", 2**-8), ("fp16", 2**-11), ("int8", 1 / 127)])
+@pytest.mark.parametrize(("wire", "floor"), [("bf16", 2**-8), ("fp16", 2**-11), ("int8", 1 / 127), ("int4", 1 / 7)])
 @pytest.mark.parametrize("topology", [e.name for e in entries()])
 def test_lossy_wires_contract_to_their_rounding(topology, wire, floor):
     for per_node in ([4], [3, 3], [2, 2, 1]):
@@ -155,7 +159,7 @@ def test_odd_sizes(wire, elements):
         x = still.values()
         still.step()
         still.step()
-        floor = {"fp32": 1e-6, "bf16": 2**-7, "fp16": 2**-10, "int8": 1 / 60}[wire]
+        floor = {"fp32": 1e-6, "bf16": 2**-7, "fp16": 2**-10, "int8": 1 / 60, "int4": 1 / 3}[wire]
         assert np.abs(still.values() - x.mean(axis=0)).max() < floor * np.abs(x).max(), per_node
         assert np.abs(still.values().mean(axis=0) - x.mean(axis=0)).max() < 1e-6 * np.abs(x).max(), per_node
 

@@ -230,10 +230,8 @@ def test_predicted_steps_shrink_where_links_are_slow():
     times = [
         predict("dadam:aer", slow, policy=default_policy(slow, parse("dadam:aer"), f), steps=120) for f in (1, 2, 4)
     ]
-    computes = [t.compute_time for t in times]
-    assert computes[0] == computes[1] == computes[2]
     assert times[0].step_time > 1.5 * times[1].step_time > 2 * times[2].step_time
-    assert times[2].step_time >= computes[0]
+    assert all(t.step_time >= t.compute_time for t in times)
 
 
 def test_the_abstract_setting_knows_fragments():

@@ -30,14 +30,15 @@ def _layer(*ours: str, torch: bool = True, distributed: bool = False, public: bo
 
 LAYERS = {
     "errors": _layer(torch=False),
+    "native": _layer(torch=False),
     "topology": _layer(torch=False),
     "trace": _layer(torch=False),
     "predict": _layer("topology", "trace", torch=False),
-    "comm": _layer("topology", "trace", distributed=True),
+    "comm": _layer("native", "topology", "trace", distributed=True),
     "engine": _layer("comm", "predict", "topology", "trace"),
     "checkpoint": _layer(public=True),
     "integrations": _layer("checkpoint", public=True),
-    "optim": _layer(),
+    "optim": _layer("native"),
     "lab": _layer("predict", "trace", "comm", public=True),  # comm: a process group and torch's DDP for `bench`
     "recipes": _layer(public=True),
     "report": _layer("trace", "predict", "topology"),
@@ -115,7 +116,7 @@ def test_layers_hold() -> None:
 
 def test_every_layer_of_the_design_is_there() -> None:
     folders = {p.name for p in SOURCE.iterdir() if p.is_dir() and (p / "__init__.py").exists()}
-    assert folders == set(LAYERS) - {"errors", "__main__", "__init__"}
+    assert folders == set(LAYERS) - {"errors", "native", "__main__", "__init__"}
 
 
 def _table_of_rooms() -> dict[str, str]:

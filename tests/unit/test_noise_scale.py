@@ -107,7 +107,7 @@ def test_not_measured_is_null_and_the_line_says_how(values, tmp_path):
 def test_gradients_without_signal_are_told_from_gradients_that_were_not_measured(tmp_path):
     class Alternating(Known):
         def batches(self, worker, workers, *, seed):
-            return Batches(lambda i: torch.full((1, SIZE), (-1.0) ** i))
+            return Batches(lambda i: torch.full((1, SIZE), (-1.0) ** (i + worker)))
 
     trained(tmp_path / "run", Alternating(), eval_every=60)
     assert [(r["noise_scale"], r["noise_share"]) for r in rows(tmp_path / "run")] == [(None, 1.0)] * 2

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from gossamer.native import library
 from gossamer.optim import AccumAdam, AccumAdamW, GossipAdam, GossipAdamW, _native
 
 OPTIMIZERS = [
@@ -115,7 +116,7 @@ def test_a_folder_that_others_can_write_is_not_trusted(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("built", "fresh")
 def test_a_damaged_library_is_not_fatal(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    _native._library().write_bytes(b"not a library")
+    library(_native.SOURCE).write_bytes(b"not a library")
     assert _native.kernels() is None
 
 

@@ -68,6 +68,7 @@ def test_without_a_token_only_this_machine_may_read(run):
 def test_beyond_this_machine_a_token_is_needed(run):
     with serve(run, host="0.0.0.0") as server:
         assert len(server.token) >= 16
+        assert server.url == f"http://{socket.gethostname()}:{server.port}/?token={server.token}"
         base = f"http://127.0.0.1:{server.port}/"
         assert status(base) == 403
         assert status(base + "api/run?token=wrong") == 403

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from gossamer.comm import wire_named
-from gossamer.comm.wire import WIRES
+from gossamer.comm import quantized, wire_named
+from gossamer.comm.wires import WIRES
 from gossamer.errors import InputError
 
 LOSSY = [name for name in WIRES if name != "fp32"]
-SIZES = [1, 2, 255, 256, 257, 511, 512, 513, 1000]
+QUANTIZED = ["int8", "int4"]
+SIZES = [1, 2, 127, 128, 129, 255, 256, 257, 513, 1000]
 
 
 def rounded(name, x):
@@ -26,8 +27,9 @@ def bound(name, x):
         return x.abs() * 2**-8
     if name == "fp16":
         return torch.maximum(x.abs() * 2**-11, torch.tensor(2.0**-25))
-    blocks = x.abs().split(256)
-    return torch.cat([b.max().expand(b.numel()) / 127 * 0.5 * (1 + 1e-4) for b in blocks])
+    levels = {"int8": 127, "int4": 7}[name]
+    largest = torch.cat([b.max().expand(b.numel()) for b in x.abs().split(128)])
+    return largest / levels * 0.5 * (1 + 2**-7)  # the scale is rounded up to bfloat16
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -56,17 +58,18 @@ def test_zeros_stay_zero(name, size):
     assert torch.equal(rounded(name, torch.zeros(size)), torch.zeros(size))
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8"])
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e37])
 def test_any_scale(name, scale):
     x = torch.randn(300, generator=torch.Generator().manual_seed(0)).clamp(-3, 3) * scale
     assert ((rounded(name, x) - x).abs() <= bound(name, x)).all()
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("largest", [1e-45, 1e-40, 1e-38, 1e-37])
-def test_int8_of_the_smallest_numbers_is_finite_and_near(largest):
+def test_the_smallest_numbers_are_finite_and_near(name, largest):
     x = torch.tensor([largest, -largest / 3, 0.0])
-    got = rounded("int8", x)
+    got = rounded(name, x)
     assert torch.isfinite(got).all()
     assert (got - x).abs().max() <= 1e-36
 
@@ -89,12 +92,13 @@ def test_int8_keeps_a_bad_value_to_its_block():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_int8_of_other_dtypes(dtype):
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_formats_of_other_dtypes(dtype, name):
     x = torch.randn(300, generator=torch.Generator().manual_seed(0)).to(dtype)
-    error = (rounded("int8", x).double() - x.double()).abs()
+    error = (rounded(name, x).double() - x.double()).abs()
     # only the result is rounded to the parameters' own precision
     own = x.double().abs().max() * torch.finfo(dtype).eps / 2
-    assert (error <= bound("int8", x.double()) + own).all()
+    assert (error <= bound(name, x.double()) + own).all()
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e-4, 1e-6, 1e4])
@@ -119,13 +123,15 @@ def test_payload_of_half_formats(name, size, length):
     assert wire_named(name).payload_bytes(size) == length
 
 
-@pytest.mark.parametrize(("size", "length"), [(1, 5), (255, 259), (256, 260), (257, 265), (512, 520)])
-def test_payload_of_int8_has_a_scale_per_block(size, length):
-    assert wire_named("int8").payload_bytes(size) == length
+@pytest.mark.parametrize(("size", "int8", "int4"), [(1, 11, 11), (127, 137, 74), (128, 138, 74), (129, 141, 77)])
+def test_payload_of_quantized_formats(size, int8, int4):
+    """The id of the anchor, a scale of two bytes per block of 128, and the values."""
+    assert wire_named("int8").payload_bytes(size) == int8
+    assert wire_named("int4").payload_bytes(size) == int4
 
 
 def test_unknown_wire():
-    with pytest.raises(InputError, match=r"unknown wire 'fp8'; choose one of fp32, bf16, fp16, int8"):
+    with pytest.raises(InputError, match=r"unknown wire 'fp8'; choose one of fp32, bf16, fp16, int8, int4"):
         wire_named("fp8")
 
 
@@ -137,3 +143,74 @@ def test_fp16_saturates_instead_of_overflowing():
     wire.encode(value, payload)
     wire.decode(payload, out, 0, 4)
     assert out.tolist() == [65504.0, -65504.0, 1.0, float("inf")]
+
+
+@pytest.fixture
+def torch_only(monkeypatch):
+    """A function that computes by torch operations, as where no compiler is."""
+
+    def run(function):
+        with monkeypatch.context() as patched:
+            patched.setattr(quantized, "_kernels", lambda: None)
+            return function()
+
+    return run
+
+
+CASES = {
+    "normal": lambda x: x,
+    "nan": lambda x: x.index_fill(0, torch.tensor([x.numel() // 2]), float("nan")),
+    "infinite": lambda x: x.index_fill(0, torch.tensor([0]), float("inf")),
+    "tiny": lambda x: x * 1e-38,
+    "huge": lambda x: x * 1e38,
+    "ties": lambda x: (x * 4).round() / 2,
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("anchored", [False, True])
+def test_native_kernels_and_torch_operations_give_the_same_bits(torch_only, name, case, anchored):
+    if quantized._kernels() is None:
+        pytest.skip("no C compiler")
+    wire = wire_named(name)
+    for size in (*SIZES, 40_000):
+        generator = torch.Generator().manual_seed(size)
+        x = CASES[case](torch.randn(size, generator=generator))
+        anchor = torch.randn(size, generator=generator) if anchored else None
+
+        def both(x=x, anchor=anchor, size=size):
+            payload = torch.zeros(wire.payload_bytes(size), dtype=torch.uint8)
+            wire.encode(x, payload, anchor)
+            out = torch.empty(size)
+            wire.decode(payload, out, 0, size)
+            return payload, out.view(torch.int32)
+
+        native, plain = both(), torch_only(both)
+        assert torch.equal(native[0], plain[0]), size
+        decoded = [torch.where(v.view(torch.float32).isnan(), 0, v) for v in (native[1], plain[1])]
+        assert torch.equal(*decoded), size
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_values_are_rounded_relative_to_the_anchor(name):
+    generator = torch.Generator().manual_seed(0)
+    anchor = torch.randn(1000, generator=generator)
+    x = anchor + 1e-3 * torch.randn(1000, generator=generator)
+    wire = wire_named(name)
+    payload = torch.empty(wire.payload_bytes(1000), dtype=torch.uint8)
+    wire.encode(x, payload, anchor)
+    out = torch.empty(1000)
+    wire.decode(payload, out, 0, 1000)
+    assert ((out - (x - anchor)).abs() <= bound(name, x - anchor)).all()
+    wire.mark(payload, 2**40 + 5)
+    assert wire.marked(payload) == 2**40 + 5
+    again = torch.empty(1000)
+    wire.decode(payload, again, 0, 1000)
+    assert torch.equal(out, again)  # the id is not in the values
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_all_levels_are_used(name):
+    levels = {"int8": 255, "int4": 15}[name]
+    assert len(rounded(name, torch.linspace(-1, 1, 128)).unique()) == min(128, levels)

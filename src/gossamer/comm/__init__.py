@@ -1,13 +1,15 @@
 """Moving bytes between workers: exchanges, wire formats, transports. The only importer of torch.distributed."""
 
-from gossamer.comm.accelerator import Accelerator, NoTurns, Turns
+from gossamer.comm.accelerator import Accelerator, NoTurns, Turns, widest_float
 from gossamer.comm.choice import TransportName, accelerator_of, choose_transport
 from gossamer.comm.deadline import WARN_AFTER, Deadline, PeerWait
 from gossamer.comm.exchange import (
+    Anchor,
     Batch,
     Combine,
     ExchangeSteps,
     Mixed,
+    OtherAnchor,
     Scratch,
     arrived,
     correction,
@@ -16,7 +18,7 @@ from gossamer.comm.exchange import (
     room_for,
 )
 from gossamer.comm.gloo import GlooTransport
-from gossamer.comm.guards import inspected
+from gossamer.comm.guards import finite, inspected
 from gossamer.comm.launcher import inside_ray_train, layout_of, node_name
 from gossamer.comm.local import Hub, LocalTransport
 from gossamer.comm.process_groups import (
@@ -44,11 +46,13 @@ from gossamer.comm.process_groups import (
 from gossamer.comm.round_barrier import Counted, RoundBarrier
 from gossamer.comm.tcp.rendezvous import Rendezvous
 from gossamer.comm.transport import Channel, ChannelId, Job, PeerError, Purpose, Stamp, Transport, clock
-from gossamer.comm.wire import Plain, Wire, wire_named
+from gossamer.comm.wire import Plain, Wire
+from gossamer.comm.wires import wire_named
 
 __all__ = [
     "WARN_AFTER",
     "Accelerator",
+    "Anchor",
     "Batch",
     "Channel",
     "ChannelId",
@@ -63,6 +67,7 @@ __all__ = [
     "LocalTransport",
     "Mixed",
     "NoTurns",
+    "OtherAnchor",
     "PeerError",
     "PeerWait",
     "Plain",
@@ -89,6 +94,7 @@ __all__ = [
     "ddp_process_group",
     "default_store",
     "exchange",
+    "finite",
     "gathered",
     "group_ranks",
     "hybrid_dimensions",
@@ -105,6 +111,7 @@ __all__ = [
     "share_texts",
     "sparse_embeddings",
     "subgroup_of",
+    "widest_float",
     "wire_named",
     "worker_group",
 ]

@@ -76,6 +76,11 @@ def arrives(event: Event, timeout: float) -> bool:
     return True
 
 
+def widest_float(tensor: Tensor) -> torch.dtype:
+    """Double precision, or single precision on MPS, which has no other."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
 class Turns:
     """Orders what two threads do in turns to the same tensors, each on a stream of its own: the training thread on its
     current stream, a thread beside it on a side stream, where its work does not queue behind a whole backward pass.

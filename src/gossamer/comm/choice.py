@@ -26,11 +26,18 @@ def accelerator_of(tensors: Iterable[torch.Tensor]) -> Accelerator | None:
 
 
 def choose_transport(
-    asked: TransportName, accelerator: Accelerator | None, algorithm: str, *, elastic: bool, asynchronous: bool
+    asked: TransportName,
+    accelerator: Accelerator | None,
+    algorithm: str,
+    *,
+    elastic: bool,
+    asynchronous: bool,
+    guarded: bool = False,
 ) -> Literal["gloo", "tcp", "nccl", "host"]:
-    """The transport of a job. Raise InputError if `asked` cannot carry it."""
+    """The transport of a job; InputError if `asked` cannot carry it. `guarded`: values that arrive are checked."""
     device = "cpu" if accelerator is None else accelerator.device.type
     alone = "on_failure='continue'" if elastic else f"algorithm={algorithm!r}" if asynchronous else ""
+    alone = alone or ("a NeighborGuard" if guarded else "")
     if asked == "host" or (asked == "auto" and accelerator is not None and (alone or not _has_nccl(device))):
         return "host"
     if asked == "auto":
@@ -47,8 +54,8 @@ def choose_transport(
             raise InputError("transport='nccl' needs a build of torch with NCCL; use transport='host'")
         if alone:
             raise InputError(
-                f"transport='nccl' cannot be used with {alone}: NCCL's operations block the device until the peer "
-                "comes; use transport='host' or 'auto'"
+                f"transport='nccl' cannot be used with {alone}: its operations are only queued, and the device waits "
+                "for the peer; use transport='host' or 'auto'"
             )
         return "nccl"
     if accelerator is not None:
@@ -61,8 +68,6 @@ def choose_transport(
             "transport='gloo' cannot be used with on_failure='continue': gloo cannot stop waiting for a peer; use "
             "transport='tcp' or 'auto'"
         )
-    if asked == "tcp" and not elastic:
-        raise InputError("transport='tcp' needs on_failure='continue' so far; use transport='gloo' or 'auto'")
     return asked
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gossamer.comm.exchange import Scratch, exchange
 from gossamer.comm.transport import clock
-from gossamer.comm.wire import WIRES, Wire
+from gossamer.comm.wire import Wire
+from gossamer.comm.wires import WIRES
 from gossamer.topology.plan import Piece, Step
 
 NBYTES = 2**24  # of fp32 parameters: larger than caches, and done in milliseconds

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.wire import Wire
+from gossamer.errors import GossamerError
 from gossamer.topology.plan import Piece, Program, Step
 
 CHUNK = 2**15  # elements
@@ -69,6 +70,7 @@ class Scratch:
     """Byte buffers that live as long as their thread. Large new allocations would fault in new pages each time."""
 
     buffers: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
+    readable: bool = True  # False: the exchange is only queued (NCCL), so its coroutine must not look at what arrived
 
     def take(self, use: str, nbytes: int, device: torch.device) -> Tensor:
         held = self.buffers.get((use, device))
@@ -98,14 +100,43 @@ class Scratch:
         return [whole[s : s + n] for s, n in zip(starts, lengths, strict=True)]
 
 
+@dataclass(frozen=True)
+class Anchor:
+    """What values are sent relative to, for the elements of one bucket: see Note [Anchors] in quantized.py. `id` names
+    the exact average that it is the result of; None: it is not common to the workers, so nothing can be sent."""
+
+    value: Tensor
+    id: int | None
+
+
+class OtherAnchor(GossamerError):
+    """A neighbor sends relative to another anchor than this worker's; `peer` is that neighbor."""
+
+    def __init__(self, peer: int, theirs: int, mine: int | None):
+        self.peer = peer
+        super().__init__(
+            f"worker {peer} sends parameters relative to another exact average than this worker has (anchor "
+            f"{theirs:x}, here {'none' if mine is None else f'{mine:x}'}), so they are not mixed in; the next exact "
+            "average (average_every) makes the anchors equal again"
+        )
+
+
 def exchange(
-    program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Scratch, *, lazy: bool = True
+    program: Program,
+    x: Tensor,
+    out: Tensor,
+    wire: Wire,
+    scratch: Scratch,
+    *,
+    anchor: Anchor | None = None,
+    lazy: bool = True,
 ) -> ExchangeSteps:
     """Mix the flat tensor `x`, which is only read, by `program`.
 
     Args:
         out: The receive buffer, of `room_for(...)` elements.
         wire: Format of messages between nodes.
+        anchor: What messages are relative to, if the format has anchors; None: zero.
         lazy: Leave the arithmetic of a plain swap to the pass that applies the result.
 
     Returns:
@@ -129,6 +160,7 @@ def exchange(
     if first.kind == "swap" or (first.kind == "reduce" and first.wired):
         result.copy_(x)  # pieces that no message touches keep their value
     means: list[Tensor] = []  # of a wired reduce, for the spread that follows
+    coded = None if lossless else _Coded(wire, anchor, scratch)
     for step in program:
         value = x if step.source == "x" else result
         if step.kind == "reduce" and not step.wired:
@@ -136,20 +168,22 @@ def exchange(
             for own in step.own:
                 out[own.start : own.stop].div_(1 + len(step.recvs))  # Note [Why averages divide]
         elif step.kind == "reduce":
-            means = yield from _reduce_across(step, value, wire, lossless, scratch)
+            means = yield from _reduce_across(step, value, coded, scratch)
         elif step.kind == "spread":
-            yield from _spread(step, value, result, means, wire, lossless, scratch)
+            yield from _spread(step, value, result, means, coded, scratch)
         elif step.kind == "gather":
             yield Batch(_views(step.sends, result), _views(step.recvs, result))
         else:
-            yield from _swap(step, value, result, wire if step.wired and not lossless else None, scratch)
+            yield from _swap(step, value, result, coded if step.wired else None, scratch)
     return Mixed(result)
 
 
-def correction(program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Scratch) -> ExchangeSteps:
+def correction(
+    program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Scratch, *, anchor: Anchor | None = None
+) -> ExchangeSteps:
     """The same, but the result is a correction: `out` becomes mixed - x (divided by the weight), to be added to
     parameters that have changed since the launch."""
-    mixed = yield from exchange(program, x, out, wire, scratch)
+    mixed = yield from exchange(program, x, out, wire, scratch, anchor=anchor)
     if mixed is not None:
         mixed.out.sub_(x)
     return mixed
@@ -219,36 +253,36 @@ def _reduce_inside(step: Step, value: Tensor, out: Tensor, combine: Combine) -> 
 
 
 def _reduce_across(
-    step: Step, value: Tensor, wire: Wire, lossless: bool, scratch: Scratch
+    step: Step, value: Tensor, coded: _Coded | None, scratch: Scratch
 ) -> Generator[Batch, None, list[Tensor]]:
     """The weighted mean of every range that this worker owns, computed from the values as they were sent."""
-    if lossless:
+    if coded is None:
         received = scratch.cut("recv", _sizes(step.recvs), value)
         yield Batch(_views(step.sends, value), _named(step.recvs, received))
     else:
-        received = yield from _send_encoded(step, value, wire, scratch)
+        received = yield from coded.send(step, value)
     means = scratch.cut("means", _sizes(step.own), value)
     for own, mean in zip(step.own, means, strict=True):
         part = value[own.start : own.stop]
-        if lossless:
+        if coded is None:
             torch.mul(part, own.weight, out=mean)
         else:
             mean.zero_()
-            _add_rounded(mean, part, wire, scratch, own.weight)
+            coded.add_rounded(mean, part, own.start, own.weight)
         workers = own.weight
         for p, got in zip(step.recvs, received, strict=True):
             if (p.start, p.stop) == (own.start, own.stop):
-                if lossless:
+                if coded is None:
                     mean.add_(got, alpha=p.weight)
                 else:
-                    _add_decoded(mean, got, wire, scratch, p.weight)
+                    coded.add_decoded(mean, got, p.weight)
                 workers += p.weight
         mean.div_(workers)  # Note [Why averages divide]
     return means
 
 
 def _spread(
-    step: Step, value: Tensor, result: Tensor, means: list[Tensor], wire: Wire, lossless: bool, scratch: Scratch
+    step: Step, value: Tensor, result: Tensor, means: list[Tensor], coded: _Coded | None, scratch: Scratch
 ) -> Generator[Batch, None, None]:
     """Every owner sends its mean, in full precision, to the other owners: out += mean - (own value as sent)."""
     by_range = {(o.start, o.stop): m for o, m in zip(step.own, means, strict=True)}
@@ -256,19 +290,19 @@ def _spread(
     yield Batch([(p.peer, by_range[p.start, p.stop]) for p in step.sends], _named(step.recvs, received))
     for p, mean in [*zip(step.own, means, strict=True), *zip(step.recvs, received, strict=True)]:
         target = result[p.start : p.stop]
-        if lossless:
+        if coded is None:
             target.copy_(mean)
         else:
             # the difference first: it is small, and so is its rounding
-            _add_rounded(mean, value[p.start : p.stop], wire, scratch, -1.0)
+            coded.add_rounded(mean, value[p.start : p.stop], p.start, -1.0)
             target.add_(mean)
 
 
 def _swap(
-    step: Step, value: Tensor, result: Tensor, wire: Wire | None, scratch: Scratch
+    step: Step, value: Tensor, result: Tensor, coded: _Coded | None, scratch: Scratch
 ) -> Generator[Batch, None, None]:
     """out += weight * (received - value). On a lossy wire both values are the rounded ones."""
-    if wire is None:
+    if coded is None:
         received = scratch.cut("recv", _sizes(step.recvs), value)
         yield Batch(_views(step.sends, value), _named(step.recvs, received))
         for p, got in zip(step.recvs, received, strict=True):
@@ -278,50 +312,64 @@ def _swap(
             else:
                 target.add_(got.sub_(value[p.start : p.stop]), alpha=p.weight)
         return
-    incoming = yield from _send_encoded(step, value, wire, scratch)
+    incoming = yield from coded.send(step, value)
     for p, payload in zip(step.recvs, incoming, strict=True):
         part, target = value[p.start : p.stop], result[p.start : p.stop]
-        for at in _chunks(part.numel(), wire):
+        for at in coded.chunks(part.numel()):
             (correction,) = scratch.cut("correction", [at.stop - at.start], part)
-            wire.decode(payload, correction, at.start, part.numel())
-            _add_rounded(correction, part[at], wire, scratch, -1.0)
+            coded.wire.decode(payload, correction, at.start, part.numel())
+            coded.add_rounded(correction, part[at], p.start + at.start, -1.0)
             target[at].add_(correction, alpha=p.weight)
 
 
-def _send_encoded(step: Step, value: Tensor, wire: Wire, scratch: Scratch) -> Generator[Batch, None, list[Tensor]]:
-    """Send the step's pieces encoded. Return the payloads that arrived."""
-    outgoing = scratch.payloads("send", _sizes(step.sends), wire, value.device)
-    incoming = scratch.payloads("recv", _sizes(step.recvs), wire, value.device)
-    for p, payload in zip(step.sends, outgoing, strict=True):
-        wire.encode(value[p.start : p.stop], payload)
-    yield Batch(_named(step.sends, outgoing), _named(step.recvs, incoming))
-    return incoming
+@dataclass(frozen=True)
+class _Coded:
+    """A lossy wire and what its messages are relative to."""
 
+    wire: Wire
+    anchor: Anchor | None
+    scratch: Scratch
 
-def _add_decoded(target: Tensor, payload: Tensor, wire: Wire, scratch: Scratch, weight: float) -> None:
-    """target += weight * decode(payload)."""
-    for at in _chunks(target.numel(), wire):
-        (decoded,) = scratch.cut("decoded", [at.stop - at.start], target)
-        wire.decode(payload, decoded, at.start, target.numel())
-        target[at].add_(decoded, alpha=weight)
+    def send(self, step: Step, value: Tensor) -> Generator[Batch, None, list[Tensor]]:
+        """Send the step's pieces encoded. Return the payloads that arrived; raise `OtherAnchor` if one has another."""
+        wire, mine = self.wire, 0 if self.anchor is None else self.anchor.id
+        outgoing = self.scratch.payloads("send", _sizes(step.sends), wire, value.device)
+        incoming = self.scratch.payloads("recv", _sizes(step.recvs), wire, value.device)
+        for p, payload in zip(step.sends, outgoing, strict=True):
+            wire.encode(value[p.start : p.stop], payload, self._anchor(p.start, p.stop))
+            if wire.anchored:
+                wire.mark(payload, -1 if mine is None else mine)
+        yield Batch(_named(step.sends, outgoing), _named(step.recvs, incoming))
+        for p, payload in zip(step.recvs, incoming, strict=True) if wire.anchored and self.scratch.readable else ():
+            if wire.marked(payload) != mine:
+                raise OtherAnchor(p.peer, wire.marked(payload), mine)
+        return incoming
 
+    def add_decoded(self, target: Tensor, payload: Tensor, weight: float) -> None:
+        """target += weight * decode(payload)."""
+        for at in self.chunks(target.numel()):
+            (decoded,) = self.scratch.cut("decoded", [at.stop - at.start], target)
+            self.wire.decode(payload, decoded, at.start, target.numel())
+            target[at].add_(decoded, alpha=weight)
 
-def _add_rounded(target: Tensor, value: Tensor, wire: Wire, scratch: Scratch, weight: float) -> None:
-    """target += weight * Q(value), where Q(value) is what the other side decodes."""
-    for at in _chunks(value.numel(), wire):
-        part = value[at]
-        (payload,) = scratch.payloads("own", [part.numel()], wire, part.device)
-        (rounded,) = scratch.cut("rounded", [part.numel()], part)
-        wire.encode(part, payload)
-        wire.decode(payload, rounded, 0, part.numel())
-        target[at].add_(rounded, alpha=weight)
+    def add_rounded(self, target: Tensor, value: Tensor, start: int, weight: float) -> None:
+        """target += weight * Q(value), where Q(value) is what the other side decodes; `value` begins at `start`."""
+        for at in self.chunks(value.numel()):
+            part = value[at]
+            (payload,) = self.scratch.payloads("own", [part.numel()], self.wire, part.device)
+            (rounded,) = self.scratch.cut("rounded", [part.numel()], part)
+            self.wire.encode(part, payload, self._anchor(start + at.start, start + at.stop))
+            self.wire.decode(payload, rounded, 0, part.numel())
+            target[at].add_(rounded, alpha=weight)
 
+    def chunks(self, elements: int) -> Iterator[slice]:
+        """Ranges that fit into the cache while they are decoded, compared and added."""
+        each = CHUNK // self.wire.block * self.wire.block
+        for start in range(0, elements, each):
+            yield slice(start, min(start + each, elements))
 
-def _chunks(elements: int, wire: Wire) -> Iterator[slice]:
-    """Ranges that fit into the cache while they are decoded, compared and added."""
-    each = CHUNK // wire.block * wire.block
-    for start in range(0, elements, each):
-        yield slice(start, min(start + each, elements))
+    def _anchor(self, start: int, stop: int) -> Tensor | None:
+        return None if self.anchor is None else self.anchor.value[start:stop]
 
 
 def _named(pieces: tuple[Piece, ...], tensors: list[Tensor]) -> list[tuple[int, Tensor]]:

@@ -20,25 +20,15 @@ from torch import Tensor
 from gossamer.comm.accelerator import Accelerator
 from gossamer.comm.deadline import Deadline
 from gossamer.comm.exchange import Batch
-from gossamer.comm.pace import Pace
-from gossamer.comm.process_groups import (
-    ProcessGroupGloo,
-    Store,
-    StoreError,
-    WorkerGroup,
-    broadcast_from_first,
-    gloo_device,
-    share_texts,
-    subgroup_of,
-)
+from gossamer.comm.process_groups import ProcessGroupGloo, Store, WorkerGroup, gloo_device
+from gossamer.comm.store_transport import FAILED, StoreTransport
 from gossamer.comm.threaded import ThreadedChannel
-from gossamer.comm.transport import Channel, ChannelId, Job, PeerError, Transport
+from gossamer.comm.transport import Channel, ChannelId, Job
 
 NEVER, SENTINEL = 2**31 - 1, 2**31 - 2  # tags that no exchange has
 FOREVER = timedelta(days=3650)
 POLL = 0.005  # seconds between checks for a peer that connects for the first time
 CONNECT = 10.0  # seconds that connecting may take once both sides have announced it
-FAILED = "failed"  # the key that names the first worker that said so itself
 GRACE = 2.0  # seconds that watching threads have to end when their connections were cut
 
 
@@ -156,19 +146,15 @@ class Edge:
                 self._group.recv([torch.empty(1)], self.other, NEVER).wait(timedelta(milliseconds=1))
 
 
-class GlooTransport(Transport):
+class GlooTransport(StoreTransport):
     """A worker's edges, made when first used: a worker connects only to the peers of its rounds. `store` holds their
-    addresses. Parameters on an `accelerator` are copied through the host."""
+    addresses."""
 
     def __init__(self, store: Store, workers: WorkerGroup, timeout: float, accelerator: Accelerator | None = None):
-        self.rank, self.size, self._workers = workers.rank, workers.size, workers
-        self._store, self._timeout, self.accelerator = store, timeout, accelerator
+        super().__init__(store, workers, timeout, accelerator)
         self._edges: dict[int, Edge] = {}
         self._lock = threading.Lock()
         self._left = threading.Event()
-        self.pace = Pace.from_environment(workers.rank)  # None: links are not slowed down
-        # A blocking get of the user's on the job's store would delay connecting, so the edges share another client.
-        self._edge_store = store.clone()  # type: ignore[attr-defined]
 
     def edge(self, peer: int) -> Edge:
         with self._lock:
@@ -178,34 +164,6 @@ class GlooTransport(Transport):
 
     def channel(self, channel: ChannelId, in_flight: int, timeout: float) -> Channel:
         return GlooChannel(self, channel, in_flight, timeout)
-
-    def share(self, name: str, text: str) -> list[str]:
-        return share_texts(self._store, self._workers, self._timeout, name, text)
-
-    def broadcast(self, tensors: list[Tensor], among: tuple[tuple[int, ...], ...] | None = None) -> None:
-        if among is None:
-            broadcast_from_first(tensors, self._workers.group)
-        else:
-            ranks = self._workers.ranks
-            broadcast_from_first(tensors, subgroup_of(tuple(tuple(ranks[w] for w in group) for group in among)))
-
-    def first_lost(self, peer: int) -> int:
-        """Report that this worker lost `peer`. Return the worker that the job lost first: the one that died, while
-        others only followed it."""
-        with suppress(Exception):  # the store may have died with the peer
-            return int(self._edge_store.compare_set("lost", "", str(peer)).decode())
-        return peer
-
-    def lost(self) -> int | None:
-        with suppress(StoreError):
-            if self._edge_store.check(["lost"]):
-                return int(self._edge_store.get("lost"))
-        return None
-
-    def fail(self) -> None:
-        self.first_lost(self.rank)
-        with suppress(Exception):  # the store may be gone
-            self._edge_store.compare_set(FAILED, "", str(self.rank))
 
     def cut(self) -> None:
         """End all exchanges under way, and begin no connection."""
@@ -223,7 +181,7 @@ class GlooTransport(Transport):
                 edge.cut()
                 edge.watcher.join(POLL)
         self._edges.clear()
-        self._edge_store = None  # closes its socket now; this object may live until the garbage collector runs
+        super().close()
 
 
 class GlooChannel(ThreadedChannel):
@@ -255,13 +213,7 @@ class GlooChannel(ThreadedChannel):
                 with job.waiting_for(peer):
                     work.wait(timedelta(seconds=self._timeout))
         except Exception as error:
-            first = self._transport.first_lost(peer)
-            before = "" if first == peer else f"; the first to be lost in this job was worker {first}"
-            raise PeerError(
-                f"worker {self._transport.rank} lost worker {peer} in round {job.round}, bucket {job.bucket}: "
-                f"{' '.join(str(error).split())[:200]}{before}. Is worker {first} alive, and did it train as many "
-                "steps? Restart the job from its last checkpoint, or train with on_failure='continue'."
-            ) from error
+            raise self._transport.loss(peer, job, str(error)) from error
         finally:  # the traceback of an error would otherwise keep connections open
             works.clear()
             edges.clear()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gossamer.comm.accelerator import widest_float
 from gossamer.comm.exchange import ExchangeSteps, Scratch
 
 CHUNK = 2**18  # elements
@@ -32,7 +33,7 @@ def inspected(
             yield batch
             for peer, message in batch.recvs:
                 senders[peer] = None
-                if message.is_floating_point() and not _finite(message):
+                if message.is_floating_point() and not finite(message):
                     bad[peer] = "its values are not finite"
             batch = next(steps)
     except StopIteration as stop:
@@ -51,9 +52,9 @@ def inspected(
     return None if bad else mixed
 
 
-def _finite(values: Tensor) -> bool:
+def finite(values: Tensor) -> bool:
     """Whether all values are finite. The sum of absolute values shows it; double precision does not overflow."""
-    return math.isfinite(float(torch.linalg.vector_norm(values, 1, dtype=torch.float64)))
+    return math.isfinite(float(torch.linalg.vector_norm(values, 1, dtype=widest_float(values))))
 
 
 def _norm(a: Tensor, b: Tensor | None) -> float:
@@ -63,5 +64,5 @@ def _norm(a: Tensor, b: Tensor | None) -> float:
         part = a[start : start + CHUNK]
         if b is not None:
             part = part - b[start : start + CHUNK]
-        total += float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
+        total += float(torch.linalg.vector_norm(part, dtype=widest_float(part))) ** 2
     return math.sqrt(total)

@@ -88,7 +88,7 @@ class NcclChannel(Channel):
         before = device.mark()
         with device.running_on(self._stream):
             device.wait_for(before)
-            steps = job.make(self._scratch.setdefault(job.bucket, Scratch()))
+            steps = job.make(self._scratch.setdefault(job.bucket, Scratch(readable=False)))
             try:
                 while True:
                     batch = next(steps)
@@ -132,11 +132,7 @@ class NcclChannel(Channel):
         lost = self._transport.lost()
         if job.done or lost is None:
             return None
-        return PeerError(
-            f"worker {self._transport.rank} lost worker {lost} in round {job.round}, bucket {job.bucket}: its "
-            f"connection has closed. Is worker {lost} alive, and did it train as many steps? Restart the job from its "
-            "last checkpoint, or train with on_failure='continue'."
-        )
+        return self._transport.loss(lost, job, "its connection has closed")
 
     def close(self, drain: float) -> None:
         until = clock() + drain

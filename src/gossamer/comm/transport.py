@@ -41,6 +41,7 @@ class Purpose(IntEnum):
     PARAMETERS = 1  # the rounds of a lane
     SKETCH = 2  # a lane's sketches of the consensus distance
     MEETING = 3  # a lane's exact averages in a meeting of an elastic job
+    SIGNAL = 4  # a lane's samples of the gradients
 
 
 class ChannelId(NamedTuple):

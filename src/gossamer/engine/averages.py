@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from gossamer.comm import Channel, Combine, Job, Plain, Stamp, reduction, room_for
+from gossamer.comm import Channel, Combine, Job, Plain, Stamp, reduction, room_for, widest_float
 from gossamer.topology import Layout, build
 from gossamer.topology.schedule import Schedule
 
@@ -133,7 +133,7 @@ def distance(lanes: Sequence[Lane], control: Control, shards: int) -> Generator[
     squared = torch.zeros(1, dtype=torch.float64)
     for lane, outs in zip(lanes, means, strict=True):
         for value, center in zip(lane.values(), outs, strict=True):
-            squared += float(torch.linalg.vector_norm(value - center, dtype=torch.float64)) ** 2
+            squared += float(torch.linalg.vector_norm(value - center, dtype=widest_float(value))) ** 2
     mean = yield from control.average(squared)
     return math.sqrt(float(mean) * shards)
 

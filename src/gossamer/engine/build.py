@@ -304,6 +304,7 @@ def open_lanes(
             coordinator=coordinator,
             writer=writer,
             siblings=lanes,
+            common=p.common,
             shard=p.shard,
         )
         lanes.append(kind(parts))

@@ -17,8 +17,9 @@ class GradientClipper:
     """Estimates the norm of the averaged gradient from a replica's own gradients, and clips by it.
 
     The squared norm of a replica's gradient is signal plus noise, S + N, that of the average of R replicas S + N/R. The
-    noise of successive steps is independent, so |cos| of successive gradients is the share of the signal; it is taken
-    on a sample of the coordinates. The square of the averaged norm is estimated as ‖g‖² − (1 − 1/R) N, at least ‖g‖²/R,
+    noise of successive steps is independent, so |cos| of successive gradients is the share of the signal, taken on a
+    sample of the coordinates; a share that was measured between the replicas takes its place, see Note [Why the signal
+    is measured between workers]. The square of the averaged norm is estimated as ‖g‖² − (1 − 1/R) N, at least ‖g‖²/R,
     N being the running mean over the steps before: noise is discounted as all-reduce does, and what exceeds the usual
     noise, such as a spike that all replicas share, counts in full. Nothing waits for the device.
 
@@ -39,19 +40,23 @@ class GradientClipper:
         parameters: Sequence[Tensor],
         max_norm: float,
         replicas: int,
+        share: float | None = None,
         *,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Clip in place; return the norm of the replica's own gradient before."""
+        """Clip in place; return the norm of the replica's own gradient before.
+
+        `share` is the share of the signal where it has been measured between the replicas.
+        """
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm: Tensor = nn.utils.get_total_norm(gradients, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
-        averaged = self._averaged_norm(parameters, norm, replicas) if gradients and replicas > 1 else norm
+        averaged = self._averaged_norm(parameters, norm, replicas, share) if gradients and replicas > 1 else norm
         nn.utils.clip_grads_with_norm_(parameters, max_norm, averaged, foreach)
         return norm
 
     @torch.no_grad()
-    def _averaged_norm(self, parameters: Sequence[Tensor], norm: Tensor, replicas: int) -> Tensor:
+    def _averaged_norm(self, parameters: Sequence[Tensor], norm: Tensor, replicas: int, share: float | None) -> Tensor:
         if hasattr(norm, "full_tensor"):
             shared: Tensor = norm / replicas**0.5
             return shared
@@ -62,7 +67,7 @@ class GradientClipper:
         usual = noise / weight.clamp(min=1e-6)
         averaged = torch.maximum(power - (1 - 1 / replicas) * usual, power / replicas).sqrt()
         similar = nn.functional.cosine_similarity(sample, before, dim=0).abs()
-        now = power * (1 - similar).clamp(min=0)  # equal gradients round to more than 1
+        now = power * ((1 - similar).clamp(min=0) if share is None else 1 - share)  # equal ones round to more than 1
         now = torch.where(usual > 0, torch.minimum(now, _SPIKE * usual), now)
         counts = now.isfinite() & before.any()  # an overflow leaves the estimate as it was
         self._noise = torch.where(counts, (1 - _MEMORY) * now + _MEMORY * noise, noise)

@@ -47,7 +47,7 @@ from gossamer.engine.coordinator import StaticCoordinator
 from gossamer.engine.elastic import ElasticAsyncLane, ElasticCoordinator, ElasticGossip, ElasticLane
 from gossamer.engine.elastic.member_lane import MemberLane
 from gossamer.engine.first_step import watch_first_step
-from gossamer.engine.flat import is_sharded
+from gossamer.engine.flat import is_sharded, longest_message
 from gossamer.engine.gossip import Gossip
 from gossamer.engine.node_gradients import NodeGradients, PrivateDDP, node_gradients
 from gossamer.engine.node_progress import NodeProgress
@@ -106,8 +106,9 @@ def decentralize(
         algorithm: "awc" communicates while adapting and overlaps forward and backward; "atc" adapts, then combines.
             "ad-psgd" and "a2cid2" are asynchronous: every worker steps at its own pace. Pass a policy to change its
             settings: `AWC(staleness=1)`, `ATC(every=2)`, `ADPSGD(rate=2)`, `A2CiD2(max_staleness=8)`.
-        wire: Format of parameters between nodes: "fp32" (unchanged), "bf16", "fp16" or "int8". Every wire conserves the
-            mean of the workers.
+        wire: Format of parameters between nodes: "fp32" (unchanged), "bf16", "fp16", "int8" or "int4". Every wire
+            conserves the mean of the workers. "int8" and "int4" are relative to the last exact average: use them with
+            `average_every`.
         process_group: The workers that gossip: a process group, or a one-dimensional `DeviceMesh` such as the
             data-parallel dimension beside tensor parallelism. Default: all workers.
         on_failure: "raise" ends the job with an error that names the dead peer. "continue", or `Continue(...)` to set
@@ -199,6 +200,7 @@ class _Worker:
                 policy.name,
                 elastic=self.settings.elastic is not None,
                 asynchronous=self.settings.asynchronous,
+                guarded=self.settings.max_jump is not None,
             )
         except InputError as error:
             self.error = error
@@ -242,6 +244,7 @@ def _static(worker: _Worker, process_group: ProcessGroup | DeviceMesh | None, br
         agree(transport.share("description", text), worker.error)
         prepared = worker.prepared
         assert prepared is not None
+        prepared.common = broadcast
         _warn_if_single(prepared, worker.model, workers)
         if broadcast and workers.size > 1:
             _broadcast(prepared, transport)
@@ -333,6 +336,7 @@ def _elastic(worker: _Worker, broadcast: bool) -> ElasticGossip:
         raise
     prepared = worker.prepared
     assert prepared is not None
+    prepared.common = broadcast
     coordinator = ElasticCoordinator(
         arrival, prepared, worker.topology, broadcast=broadcast, accelerator=worker.accelerator
     )
@@ -416,4 +420,9 @@ def _transport(worker: _Worker, store: Any, workers: WorkerGroup) -> Transport:
 
         assert worker.accelerator is not None
         return NcclTransport(store, workers, worker.timeout, worker.accelerator)
+    if worker.transport == "tcp":
+        from gossamer.comm.tcp.static import StaticTcpTransport
+
+        longest = longest_message(worker.model)
+        return StaticTcpTransport(store, workers, worker.timeout, worker.accelerator, longest=longest)
     return GlooTransport(store, workers, worker.timeout, worker.accelerator)

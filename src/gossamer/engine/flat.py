@@ -144,12 +144,22 @@ def _point_into(buffer: Tensor, place: Place) -> None:
     """Move a parameter into the buffer. See Note [Why every parameter has a storage of its own]."""
     parameter = place.parameter
     part = buffer[place.start : place.start + place.elements]
-    home = from_dlpack(part.view(torch.uint8)).view(part.dtype)  # as bytes: DLPack does not know every dtype
+    home = _own_storage(part)
     # a parameter that is dense in another order of dimensions (channels_last) keeps its strides
     dense = torch.empty_like(parameter.data, memory_format=torch.preserve_format).stride() == parameter.stride()
     value = home.as_strided(parameter.shape, parameter.stride()) if dense else home.view(parameter.shape)
     value.copy_(parameter.data)
     parameter.data = value
+
+
+def _own_storage(part: Tensor) -> Tensor:
+    """A tensor in the memory of `part` with a storage of its own; a view on devices that DLPack does not know."""
+    try:
+        return from_dlpack(part.view(torch.uint8)).view(part.dtype)  # as bytes: DLPack does not know every dtype
+    except (BufferError, RuntimeError, ValueError):
+        if part.device.type in ("cpu", "cuda"):
+            raise
+        return part
 
 
 def refuse_overlaps(named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -193,3 +203,9 @@ def cut(flats: Sequence[Flat], bucket_bytes: int | None, period: int, fragments:
             if start < stop:  # the others are empty: so few parameters
                 buckets.append(Bucket(len(buckets), flat, flat.buffer[start:stop]))
     return buckets
+
+
+def longest_message(model: nn.Module) -> int:
+    """More bytes than any message about `model` has: averages of parameters, buffers and moments, in any dtype."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return 2**20 + 4 * sum(t.numel() * max(8, t.element_size()) for t in tensors)

@@ -167,7 +167,7 @@ class Gossip:
         self._equal_at = None
         with self._together("reset()"):
             for lane in self.lanes:
-                lane.adopt()
+                lane.restart()
 
     # -- the protocol of recipes, checkpoints and integrations ------------------------------------------------
 
@@ -213,7 +213,7 @@ class Gossip:
         """Continue from the parameters as they are now, with `steps` steps counted. Collective."""
         with self._together("restart()"):
             for lane in self.lanes:
-                lane.adopt()
+                lane.restart()
                 lane.count_steps(steps)
 
     def mixed_parameters(self) -> list[MixedParameters]:
@@ -303,10 +303,11 @@ class Gossip:
 
         The norm of a local gradient is up to √replicas times that of the averaged gradient, so
         `torch.nn.utils.clip_grad_norm_` with the threshold of all-reduce would clip nearly every step. This call
-        estimates the norm of the averaged gradient from this worker's own gradients and clips where that exceeds
-        `max_norm`. Call it once per step where you call torch's: before `optimizer.step()`, and after
-        `GradScaler.unscale_()`. `parameters` clips a part of the model by its own norm; default: all parameters.
-        DTensor parameters are clipped at √replicas times `max_norm`, which lets spikes pass.
+        estimates the norm of the averaged gradient, from this worker's own gradients or from the share of the signal
+        that was measured for GossipAdam, and clips where that exceeds `max_norm`. Call it once per step where you call
+        torch's: before `optimizer.step()`, and after `GradScaler.unscale_()`. `parameters` clips a part of the model by
+        its own norm; default: all parameters. DTensor parameters are clipped at √replicas times `max_norm`, which lets
+        spikes pass.
         """
         every = list(self.model.parameters())
         chosen: list[Tensor] = [*every] if parameters is None else list(parameters)
@@ -315,7 +316,11 @@ class Gossip:
         places = {id(p): i for i, p in enumerate(every)}
         key = f"{places.get(id(chosen[0]), -1)}+{sum(p.numel() for p in chosen)}"  # the same part in a resumed run
         clipper = self._clippers.setdefault(key, GradientClipper())
-        return clipper.clip(chosen, max_norm, self.replicas, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
+        meter = self.lanes[0].meter if len(self.lanes) == 1 else None
+        share = None if meter is None else meter.share
+        return clipper.clip(
+            chosen, max_norm, self.replicas, share, error_if_nonfinite=error_if_nonfinite, foreach=foreach
+        )
 
     def stats(self) -> dict[str, Any]:
         """Steps, rounds, bytes sent, and seconds waited by peer and by link, summed over the lanes. Local.

@@ -30,12 +30,14 @@ from gossamer.comm import (
     clock,
     exchange,
     room_for,
+    widest_float,
     wire_named,
 )
 from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.flat import Bucket, Flat
 from gossamer.engine.metrics import Metrics
 from gossamer.engine.policies import Settings
+from gossamer.engine.signal import SignalMeter
 from gossamer.engine.sketch import Sketcher
 from gossamer.errors import GossamerError
 from gossamer.topology import Layout
@@ -62,6 +64,7 @@ class LaneParts:
     coordinator: Coordinator
     writer: TraceWriter | None
     siblings: Sequence[Lane]  # all lanes of this worker, this one included
+    common: bool  # all workers start from the same parameters
     shard: tuple[int, int]  # (i, m): this worker holds shard i of m of its node's replica; (0, 1): all of it
 
 
@@ -69,6 +72,7 @@ class Lane:
     """One optimizer's exchanges: `mix` runs before `optimizer.step()` and `stepped` after it, once per step."""
 
     sketcher: Sketcher | None = None  # measures the consensus distance online, where a guard asks for it
+    meter: SignalMeter | None = None  # measures the share of the signal, where the optimizer uses it
 
     def __init__(self, parts: LaneParts):
         self.index, self.rank, self.optimizer = parts.index, parts.rank, parts.optimizer
@@ -170,7 +174,7 @@ class Lane:
 
     def norms(self) -> list[float]:
         """The norm of each bucket of this worker's parameters."""
-        return [float(torch.linalg.vector_norm(b.x.detach(), dtype=torch.float64)) for b in self.buckets]
+        return [float(torch.linalg.vector_norm(b.x.detach(), dtype=widest_float(b.x))) for b in self.buckets]
 
     def trained_unseen(self) -> bool:
         """Whether the parameters changed without a step of the optimizer, and without a `load_state_dict()`. Once."""
@@ -198,6 +202,10 @@ class Lane:
 
     def adopt(self) -> None:
         """Continue from the parameters as they are: the user has written them."""
+
+    def restart(self) -> None:
+        """In a collective call: continue from the parameters as they are, on all workers."""
+        self.adopt()
 
     def mix_only(self) -> None:
         """Take part in a round without a step, so that workers that need this one can continue."""
@@ -262,6 +270,8 @@ class Lane:
         with ExitStack() as ends:  # runs all callbacks even if Ctrl-C interrupts one
             if self.sketcher is not None:
                 ends.callback(self.sketcher.close)
+            if self.meter is not None:
+                ends.callback(self.meter.close)
             ends.callback(self.channel.close, drain)
             for hook in self._hooks:
                 ends.callback(hook.remove)

@@ -19,7 +19,7 @@ from gossamer.engine.outer import Outer, SlowMo, check_outer
 from gossamer.errors import InputError
 
 AlgorithmName = Literal["awc", "atc", "ad-psgd", "a2cid2"]
-WireName = Literal["fp32", "bf16", "fp16", "int8"]
+WireName = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 Buffers = Literal["average", "local"]
 Gradients = Literal["auto", "node", "worker"]
 Gaps = Literal["poisson", "fixed"]
@@ -186,7 +186,7 @@ class Exchange:
     hierarchical: bool = True
     """Groups that span nodes average over the fast links inside each node first."""
     transport: TransportName = "auto"
-    """What carries the parameters. "gloo" and "tcp" send from the CPU's memory ("tcp": elastic jobs only), "nccl" from
+    """What carries the parameters. "gloo" and "tcp" send from the CPU's memory ("gloo": static jobs only), "nccl" from
     GPU to GPU, and "host" copies the parameters of any accelerator through the host. "auto" is "gloo" on the CPU and
     "tcp" in elastic jobs; on an accelerator it is "nccl" where that is available, the algorithm is synchronous and the
     job is not elastic, else "host"."""
@@ -318,6 +318,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         if isinstance(self.algorithm, Asynchronous):
+            if self.wire == "int4":
+                raise InputError(
+                    f"wire='int4' rounds the distance to the last exact average, and {self.algorithm.name!r} makes "
+                    "none, so four bits would have to hold the parameters themselves; use wire='int8' or 'bf16', or "
+                    "algorithm='awc'"
+                )
             if self.guards:
                 raise InputError(
                     f"guard={self.guards[0]!r} needs rounds, and {self.algorithm.name!r} has none; leave it out or use "

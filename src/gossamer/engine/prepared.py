@@ -26,6 +26,7 @@ class Prepared:
     settings: Settings
     layout: Layout
     rank: int
+    common: bool = True  # all workers start from the parameters of the first one
 
     @property
     def sharded(self) -> bool:

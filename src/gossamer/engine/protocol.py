@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @runtime_checkable
@@ -16,6 +16,14 @@ class ScalesWithReplicas(Protocol):
 
     def set_replicas(self, replicas: float) -> None:
         """Set the number of replicas; called at the start and whenever the number changes."""
+
+
+@runtime_checkable
+class UsesSignal(Protocol):
+    """An optimizer whose update depends on how much of a replica's gradient is signal, such as `GossipAdam`."""
+
+    def set_signal_shares(self, shares: Mapping[Tensor, float]) -> None:
+        """Set, by parameter, the share of the squared gradient that all replicas have in common."""
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,17 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gossamer.comm import ExchangeSteps, Job, Mixed, Plain, Scratch, arrived, clock, correction, exchange, inspected
+from gossamer.engine.anchors import Anchors
 from gossamer.engine.lane import Lane, LaneParts
 from gossamer.engine.outer_step import OuterStep, check_state
 from gossamer.engine.policies import ATC, AWC, Synchronous
+from gossamer.engine.signal import SignalMeter
 from gossamer.engine.sketch import Sketcher
 from gossamer.errors import InputError
+from gossamer.topology.plan import Program
 
 
 class SyncLane(Lane):
@@ -40,7 +44,12 @@ class SyncLane(Lane):
         # With staleness the parameters move while an exchange of their older values is in flight.
         stale = self.staleness and not self.alone
         self.sketcher = None if self.alone else Sketcher.of(parts, self.wait)
+        # An average of all members would wait for the dead ones of an elastic job.
+        static = not self.alone and parts.settings.elastic is None
+        self.meter = SignalMeter.of(parts, self.wait) if static else None
         self._outer_step = None if policy.outer is None else OuterStep(policy.outer, self.buckets)
+        anchored = self.wire.anchored and not self.alone
+        self._anchors = Anchors(self.buckets, parts.common) if anchored else None
         self._spans_steps = self._outer_step is not None and not self.combines
         self._sent = [torch.empty_like(b.x) for b in self.buckets] if stale or self._spans_steps else None
 
@@ -62,6 +71,8 @@ class SyncLane(Lane):
 
     def stepped(self) -> None:
         if self.jobs is None and self.metrics.steps % self.every == 0:
+            if self.meter is not None:
+                self.meter.look(self.k)
             self.launch()
 
     @torch.no_grad()
@@ -74,7 +85,11 @@ class SyncLane(Lane):
         for flat in self.flats:
             flat.pack()
         self.forced = self.sketcher is not None and self.sketcher.at_launch(self.k, self.buckets)
+        if self.meter is not None:
+            self.meter.at_launch(self.k)
         self.metrics.guard_averages += self.forced
+        if self._anchors is not None and self._anchors.wanted:
+            self.forced, self._anchors.wanted = True, False
         self.metrics.averages += self.forced or self.schedule.completes_average(self.k)
         self.skips = 0
         if self._outer_step is not None:
@@ -88,11 +103,10 @@ class SyncLane(Lane):
             self.coordinator.combine(self)
 
     def _post(self) -> None:
-        """Launch the exchanges of round k: the topology's, or an exact average if the guard forced one."""
+        """Launch the exchanges of round k: the topology's, or an exact average where one is due or forced."""
         self.jobs = []
         # An exact average in a lossy format would leave the rounding as distance, whatever the guard asks for.
         exact = self.forced or self.schedule.averages(self.k)
-        wire = Plain() if exact else self.wire
         corrects = self._sent is not None or self._outer_step is not None
         for b, bucket in enumerate(self.buckets):
             source = bucket.x
@@ -101,11 +115,24 @@ class SyncLane(Lane):
                 source.copy_(bucket.x)
             program = self.schedule.program(self.k, b, self.rank, bucket.x.numel(), average=self.forced)
             if program:
-                act = correction if corrects else exchange
-                make: Callable[[Scratch], ExchangeSteps] = partial(act, program, source, self._out[b], wire)
+                make = self._exchange(program, b, source, exact=exact, difference=corrects)
                 if self.settings.max_jump is not None:
                     make = partial(inspected, make, source, self.settings.max_jump, self.metrics.refuse, corrects)
                 self.jobs.append(self._launch_job(self.k, b, program, make))
+
+    def _exchange(
+        self, program: Program, b: int, source: Tensor, *, exact: bool, difference: bool
+    ) -> Callable[[Scratch], ExchangeSteps]:
+        """The exchange of bucket b. `difference`: its result is added to the parameters, which move meanwhile."""
+        out = self._out[b]
+        if exact and self._anchors is not None:
+            return partial(self._anchors.average, program, b, source, out, self.average_id(), difference)
+        wire, anchor = Plain() if exact else self.wire, None if self._anchors is None else self._anchors.of(b)
+        return partial(correction if difference else exchange, program, source, out, wire, anchor=anchor)
+
+    def average_id(self) -> int:
+        """A number for the exact average of round k, the same on all workers that take part in it, and not 0."""
+        return self.k + 1
 
     def finish(self, *, assisting: bool = False) -> None:
         """Wait until the round in flight has arrived, without applying it."""
@@ -172,6 +199,11 @@ class SyncLane(Lane):
                 flat.pack()
             self._outer_step.restart()
 
+    def restart(self) -> None:
+        super().restart()
+        if self._anchors is not None:
+            self._anchors.wanted = True
+
     def drop(self) -> None:
         """Discard the round in flight after it has arrived."""
         self.finish()
@@ -191,9 +223,13 @@ class SyncLane(Lane):
             "forced": self.forced,
             "stale": self._sent is not None,
             "sketch": self.sketcher.state_dict() if self.sketcher is not None else None,
+            "signal": self.meter.state_dict() if self.meter is not None else None,
         }
         if self._outer_step is not None:
             state["outer"] = self._outer_step.state_dict()
+        if self._anchors is not None:
+            self.finish()  # an average in flight makes new anchors
+            state["anchors"] = self._anchors.state_dict()
         if self.jobs is not None:
             self.finish()
             if self._spans_steps and self._sent is not None:
@@ -223,8 +259,12 @@ class SyncLane(Lane):
         self.metrics.rounds = self.k
         if self.sketcher is not None and state["sketch"] is not None:
             self.sketcher.load_state_dict(state["sketch"])
+        if self.meter is not None and state.get("signal") is not None:
+            self.meter.load_state_dict(state["signal"])
         if self._outer_step is not None:
             self._outer_step.load_state_dict(state["outer"])
+        if self._anchors is not None:
+            self._anchors.load_state_dict(state.get("anchors"))
         if "arrived" not in state or (self.alone and self._outer_step is None):
             return
         for flat in self.flats:

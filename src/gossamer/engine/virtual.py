@@ -97,6 +97,8 @@ class VirtualCluster:
             for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True))
         ]
         agree([json.dumps(describe(w)) for w in workers])
+        for worker in workers:
+            worker.common = broadcast
         if broadcast:
             _broadcast(workers)
         self.gossips += [open_gossip(w, self._hub.transport(w.rank), self._coordinator) for w in workers]
@@ -190,7 +192,7 @@ class VirtualCluster:
         """Continue from the parameters as they are now; call it after writing to them."""
         self.catch_up()
         for lane in self._lanes():
-            lane.adopt()
+            lane.restart()
 
     # -- the protocol of recipes, checkpoints and integrations ------------------------------------------------
 
@@ -225,7 +227,7 @@ class VirtualCluster:
         """Continue from the parameters as they are now, with `steps` steps counted by every worker."""
         self.catch_up()
         for lane in self._lanes():
-            lane.adopt()
+            lane.restart()
             lane.count_steps(steps)
         self._coordinator.forget_events()
 

@@ -91,7 +91,9 @@ def measure_links(seconds: float) -> dict[str, Any]:
         {name: UPDATE_BYTES / _update(name) for name in ("adam", "gossipadam", "accumadam", "sgd")}
     )
     if process_groups.rank_and_size()[1] > 1:
-        links["overhead"] = _overheads(links["allreduce"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the workers of the tiny models have equal gradients
+            links["overhead"] = _overheads(links["allreduce"])
     return links
 
 
@@ -175,9 +177,7 @@ def measure_here(seconds: float) -> tuple[int, dict[str, Any]]:
             "probe measures links between workers, and the launcher started one; start at least two, for example "
             "torchrun --nproc-per-node 2 -m gossamer probe -o cluster.toml"
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the workers of the tiny model have equal gradients
-        links = measure_links(seconds)
+    links = measure_links(seconds)
     process_groups.leave_world()
     return rank, links
 

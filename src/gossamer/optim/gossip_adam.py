@@ -1,7 +1,9 @@
 """GossipAdam and GossipAdamW: Adam whose second moment is that of all replicas together."""
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from gossamer.errors import InputError
 from gossamer.optim._base import AdamBase, Group, Members, State, slot
+from gossamer.optim._native import fits
 from gossamer.optim._update import Corrected, gossip_adam
 
 _MEMORY = 0.1  # the share of its memory that q must hold before it corrects anything
@@ -21,15 +24,18 @@ class GossipAdam(AdamBase):
 
     A replica's squared gradient is signal and noise, μ² + σ². All-reduce over κ replicas averages the gradients
     first, so that Adam sees μ² + σ²/κ there, and takes larger steps where the noise is large. GossipAdam tells
-    signal from noise by the replica's own gradients, and takes the steps that all-reduce would take, at the same
-    learning rate:
+    signal from noise, and takes the steps that all-reduce would take, at the same learning rate:
 
-        m ← β1 m + (1 − β1) g        v ← β2 v + (1 − β2) g²        m̂ = m / (1 − β1^t)
-        q ← β2 q + (1 − β2) m̂²       V = v / (1 − β2^t)            Q = q / (1 − β2^t)
-        σ² = clamp((V − Q) / (1 − c), 0, V)                        c = (1 − β1) / (1 + β1)
+        m ← β1 m + (1 − β1) g        v ← β2 v + (1 − β2) g²        m̂ = m / (1 − β1^t)        V = v / (1 − β2^t)
         x ← x − α m̂ / (sqrt(V − (1 − 1/κ) σ²) + ε)
 
-    c is the share of the noise that is left in m̂ after many steps, so Q estimates μ² + c σ². See
+    `decentralize` measures the share s of the signal between the workers, for every parameter, and calls
+    `set_signal_shares`; then σ² = (1 − s) V. Where nothing is measured (elastic and asynchronous jobs, a single
+    process, the first steps) the replica's own gradients tell:
+
+        q ← β2 q + (1 − β2) m̂²       Q = q / (1 − β2^t)            σ² = clamp((V − Q) / (1 − c), 0, V)
+
+    c = (1 − β1) / (1 + β1) is the share of the noise that is left in m̂ after many steps, so Q estimates μ² + c σ². See
     Note [Why c is constant].
 
     κ = `replicas` × `discount`. `decentralize` calls `set_replicas` with the number of replicas, which are workers,
@@ -42,9 +48,9 @@ class GossipAdam(AdamBase):
     otherwise see Note [When the native kernels run]. amsgrad is refused.
 
     State of a parameter: `exp_avg`, `exp_avg_sq` and `step` as in torch's Adam, so checkpoints load in both
-    directions; `signal_sq` (q), and `signal_since` (the value of `step` when q began). After a checkpoint of Adam
-    was loaded, or κ was 1, q starts anew: the steps are Adam's until q holds a tenth of its memory, and then the
-    correction grows with it (σ² times (1 − β2^t') / (1 − β2^t), t' being q's own count of steps).
+    directions; where nothing is measured also `signal_sq` (q), and `signal_since` (the value of `step` when q began).
+    After a checkpoint of Adam was loaded, or κ was 1, q starts anew: the steps are Adam's until q holds a tenth of its
+    memory, and then the correction grows with it (σ² times (1 − β2^t') / (1 − β2^t), t' being q's own count of steps).
     """
 
     # Note [Why c is constant]
@@ -53,6 +59,8 @@ class GossipAdam(AdamBase):
     #     steps. Dividing by 1 − (the running mean of c_t) removes that bias, needs one more number per parameter and a
     #     threshold for the first steps, and trains no better: benchmarks/records/optim/forms.md. With the constant,
     #     the first step is Adam's (Q = V) and the early steps err on the small side.
+
+    _shares: Mapping[Tensor, float] = MappingProxyType({})  # of the signal, where it is measured
 
     def __init__(
         self,
@@ -96,13 +104,23 @@ class GossipAdam(AdamBase):
         _check_replicas(replicas)
         self._replicas = float(replicas)
 
+    def set_signal_shares(self, shares: Mapping[Tensor, float]) -> None:
+        """Set, by parameter, the share of the squared gradient that is signal; `decentralize` calls this.
+
+        The shares describe the job, like the number of replicas, and are not a part of `state_dict()`.
+        """
+        for share in shares.values():
+            if not 0 <= share <= 1:
+                raise InputError(f"a share of the signal is {share!r}, but it is a part of the whole: pass 0 to 1.")
+        self._shares = dict(shares)
+
     def kappa(self, group: Group) -> float:
         """κ of a parameter group: the number of gradients whose mean the group's second moment describes."""
         replicas = self._replicas if group["replicas"] is None else group["replicas"]
         return float(replicas * group["discount"])
 
     def noise_to_signal(self) -> float | None:
-        """Estimate Σσ² / Σμ² over the parameters that have a q; None if there is none, or too young to tell.
+        """Estimate Σσ² / Σμ² over the parameters whose signal is measured or that have a q; None if there is none.
 
         σ² is the noise of one replica's gradient, so this ratio times the samples in it is the noise scale of the
         task: the number of samples whose mean gradient holds as much signal as noise. Unlike the update, this
@@ -114,6 +132,11 @@ class GossipAdam(AdamBase):
             beta1, beta2 = group["betas"]
             for param in group["params"]:
                 state = self.state.get(param, {})
+                if param in self._shares and "exp_avg_sq" in state:
+                    mean_sq = _total(state["exp_avg_sq"]) / (1 - beta2 ** int(state["step"]))
+                    total += mean_sq
+                    noise += (1 - self._shares[param]) * mean_sq
+                    continue
                 if "signal_sq" not in state or beta1 == 0:
                     continue
                 step, since = int(state["step"]), int(state["signal_since"])
@@ -159,12 +182,17 @@ class GossipAdam(AdamBase):
     def _step_group(self, group: Group) -> None:
         members: Members = [(p, self._moments(p, group)) for p in group["params"] if p.grad is not None]
         kappa = self.kappa(group)
-        if kappa == 1 or group["betas"][0] == 0:
-            for _, state in members:  # a q that misses steps would be wrong when κ grows again
-                state.pop("signal_sq", None)
-                state.pop("signal_since", None)
-            self._adam_step(members, group)
+        measured = [(p, s) for p, s in members if p in self._shares] if kappa > 1 else []
+        others = [(p, s) for p, s in members if p not in self._shares] if measured else members
+        plain = others if kappa == 1 or group["betas"][0] == 0 else []
+        for _, state in measured + plain:  # a q that misses steps would be wrong when it is used again
+            state.pop("signal_sq", None)
+            state.pop("signal_since", None)
+        self._measured_step(measured, group, kappa)
+        if plain:
+            self._adam_step(plain, group)
             return
+        members = others
         phases: dict[tuple[float, int], Members] = {}
         for param, state in members:
             if "signal_sq" not in state:
@@ -177,6 +205,26 @@ class GossipAdam(AdamBase):
             gossip_adam(slots, corrected, self._hyper(group, group["betas"]))
         if members:
             torch._foreach_add_([state["step"] for _, state in members], 1)
+
+    def _measured_step(self, members: Members, group: Group, kappa: float) -> None:
+        """Adam's step with s + (1 − s)/κ times the second moment, by torch's own functions.
+
+        The factor is rounded to eighths of an octave, so that many parameters take a step together; that changes a
+        step by at most 2.2 %.
+        """
+        together: dict[int, Members] = {}
+        for param, state in members:
+            share = self._shares[param]
+            together.setdefault(round(8 * math.log2(share + (1 - share) / kappa)), []).append((param, state))
+        for eighths, part in together.items():
+            root = 2 ** (eighths / 16)
+            scaled = {**group, "lr": group["lr"] / root, "eps": group["eps"] / root}
+            if self.decoupled:
+                scaled["weight_decay"] = group["weight_decay"] * root  # the parameters shrink at the learning rate
+            tensors = [t for param, state in part for t in slot(param, state, "exp_avg")]
+            if self._hyper(group, group["betas"]).may_be_native and fits(tensors):
+                scaled["fused"] = all(t.is_contiguous() for t in tensors) or None  # the kernel ignores strides
+            self._adam_step(part, scaled)
 
     def _corrected(self, group: Group, step: float, since: int, kappa: float) -> Corrected:
         beta1, beta2 = group["betas"]

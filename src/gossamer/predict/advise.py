@@ -211,7 +211,7 @@ def row_of(cluster: ClusterSpec, choice: Choice, result: Result, fastest: float,
         quality,
         result.step_time * quality.value * starved,
         seconds,
-        MEMORY[choice.algorithm],
+        MEMORY[choice.algorithm] + bool(choice.average_every),
     )
 
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from gossamer.errors import InputError
 from gossamer.predict.cluster import ClusterSpec, MiB
-from gossamer.predict.methods import WIRES, Method, parse
+from gossamer.predict.costs import ClusterCosts
+from gossamer.predict.methods import ANCHORED, WIRES, Method, parse
 from gossamer.predict.predict import predict
 from gossamer.predict.simulator import ExchangePolicy, Result
 from gossamer.topology import Layout, Topology, build, entries
@@ -19,6 +20,7 @@ IN_FLIGHT = (8,)  # fewer exchanges in flight than the engine's 4 are never fast
 EVERY = (2, 4, 8, 16, 32)
 STALENESS = (1, 2)
 FRAGMENTS = (2, 4, 8)
+REFRESH = 64  # steps between the exact averages that wires relative to an anchor need
 MOST_BUCKETS = 128  # more buckets only add latency, and time to predict
 ENGINE = ExchangePolicy()
 Gradients = Literal["worker", "node"]
@@ -55,6 +57,8 @@ class Choice:
     fragments: int = 1
     outer: bool = False
     plan: BucketPlan = BucketPlan()
+    refresh: int = REFRESH
+    """Steps between the exact averages of a wire that is relative to them (0: none, as in a short benchmark)."""
 
     @property
     def ddp(self) -> bool:
@@ -65,6 +69,13 @@ class Choice:
         return self.algorithm in ("awc", "atc")
 
     @property
+    def average_every(self) -> int:
+        """Steps between exact averages: 0, or with a wire that is relative to them, at least `refresh`."""
+        if not self.synchronous or self.method.wire not in ANCHORED or not self.refresh:
+            return 0
+        return self.every * max(self.fragments, -(-self.refresh // self.every))
+
+    @property
     def options(self) -> dict[str, Any]:
         """The settings besides the method that are not the defaults of `Choice`."""
         named: dict[str, Any] = {"algorithm": "atc"} if self.algorithm == "atc" else {}
@@ -72,6 +83,7 @@ class Choice:
         named |= {"every": self.every} if self.every > 1 else {}
         named |= {"staleness": self.staleness} if self.staleness else {}
         named |= {"fragments": self.fragments} if self.fragments > 1 else {}
+        named |= {"average_every": self.average_every} if self.average_every else {}
         named |= {"outer": "nesterov"} if self.outer else {}
         return named | self.plan.options
 
@@ -115,7 +127,13 @@ class Choice:
         policy = self.policy(cluster) if own else None
         rounds = max(20, -(-steps // self.every), 4 * self.fragments)
         inside = self.gradients == "node"
-        return predict(self.method, cluster, steps=rounds, seed=seed, policy=policy, exact_inside=inside)
+        result = predict(self.method, cluster, steps=rounds, seed=seed, policy=policy, exact_inside=inside)
+        if not self.average_every:
+            return result
+        # exact averages are rare, so they are charged as all-reduces in fp32 beyond the steps that they overlap
+        late = max(0.0, ClusterCosts(cluster).allreduce(1.0) - self.fragments * result.compute_time)
+        each = late / self.average_every
+        return replace(result, step_time=result.step_time + each, durations=result.durations + each)
 
 
 def default_plan(cluster: ClusterSpec) -> BucketPlan:
@@ -156,7 +174,8 @@ def gossip(cluster: ClusterSpec) -> Iterator[Choice]:
 def coarser(choice: Choice) -> list[Choice]:
     """Return the choice on the wires that send fewer bytes."""
     name, topology = choice.method.name, choice.method.topology
-    return [replace(choice, method=parse(f"{name}:{topology}:{w}")) for w in WIRES if w != "fp32"]
+    wires = [w for w in WIRES if w != "fp32" and not (w == "int4" and choice.method.asynchronous)]
+    return [replace(choice, method=parse(f"{name}:{topology}:{w}")) for w in wires]
 
 
 def refined(cluster: ClusterSpec, choice: Choice) -> list[Choice]:

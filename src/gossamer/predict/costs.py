@@ -134,7 +134,10 @@ class Costs(Protocol):
         """The number of links that jobs can name."""
         ...
 
-    def exchange(self, round: Round, share: float) -> ExchangeCost: ...
+    def exchange(self, round: Round, share: float, *, exact: bool = False) -> ExchangeCost:
+        """The cost of an exchange. `exact`: an exact average, which travels in full precision."""
+        ...
+
     def allreduce(self, share: float) -> float: ...
 
 
@@ -157,9 +160,9 @@ class AbstractCosts:
     def links(self) -> int:
         return self.layout.n
 
-    def exchange(self, round: Round, share: float) -> ExchangeCost:
+    def exchange(self, round: Round, share: float, *, exact: bool = False) -> ExchangeCost:
         n, node = self.layout.n, self.layout.node
-        full = self.omega * self.gamma * share * WIRES[self.wire] / WIRES["fp32"]
+        full = self.omega * self.gamma * share * (1.0 if exact else WIRES[self.wire] / WIRES["fp32"])
         cost = np.zeros(n)
         for g in round.groups:
             nodes = len({node[w] for w in g})
@@ -200,7 +203,7 @@ class ClusterCosts:
     def links(self) -> int:
         return self.layout.nodes
 
-    def exchange(self, round: Round, share: float) -> ExchangeCost:
+    def exchange(self, round: Round, share: float, *, exact: bool = False) -> ExchangeCost:
         layout, links = self.layout, self.cluster.links
         elements = self.cluster.model.bytes / 4 * share
         own = np.zeros(layout.n)
@@ -209,10 +212,11 @@ class ClusterCosts:
             inter, intra = inter * elements * 4, intra * elements * 4
         else:
             t = traffic(round, layout, hierarchical=self.hierarchical)
-            wired = WIRES[self.wire]
+            wire = "fp32" if exact else self.wire
+            wired = WIRES[wire]
             inter = (t.inter_wired * wired + t.inter_plain * 4) * elements
             intra = (t.intra_wired * wired + t.intra_plain * 4) * elements
-            own = exchange_seconds(self.cluster.costs, t, elements * 4, self.wire, 1 / self.inside)
+            own = exchange_seconds(self.cluster.costs, t, elements * 4, wire, 1 / self.inside)
             steps = t.steps
         crosses = inter > 0
         # a hierarchical exchange has two steps inside the node, before and after those across nodes

@@ -16,10 +16,11 @@ from gossamer.errors import InputError
 from gossamer.topology import registry
 
 Algorithm = Literal["ddp", "local", "awc", "ad-psgd", "a2cid2"]
-WireName = Literal["fp32", "bf16", "fp16", "int8"]
+WireName = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 
-# Bytes in flight per fp32 element. int8 carries one fp32 scale for every block of 256 elements.
-WIRES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0 + 4.0 / 256}
+# Bytes in flight per fp32 element. int8 and int4 carry one bf16 scale for every block of 128 elements.
+WIRES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0 + 2.0 / 128, "int4": 0.5 + 2.0 / 128}
+ANCHORED = ("int8", "int4")  # relative to the last exact average
 DDP_WIRES = ("fp32", "bf16", "fp16")  # the wires of torch's communication hooks
 DEFAULT_TOPOLOGY = "aer"
 LOCAL_STEPS = 8  # of diloco and localsgd between two averages, unless `every` says otherwise
@@ -122,6 +123,10 @@ def parse(text: str) -> Method:
     if wire not in WIRES:
         raise InputError(
             f"method {text!r}: unknown wire {wire!r}, the wires are {', '.join(WIRES)}{_near(wire, WIRES)}"
+        )
+    if wire == "int4" and family.algorithm in ("ad-psgd", "a2cid2"):
+        raise InputError(
+            f"method {text!r}: int4 is relative to exact averages, and {name} makes none; write {name}:{topology}:int8"
         )
     if name == "decent-dp" and wire != "fp32":
         raise InputError(f"method {text!r}: decent-dp sends fp32 only; write decent-dp:{topology}")

@@ -50,6 +50,7 @@ def _arguments(choice: Choice) -> str:
     usual = Choice(choice.method, choice.algorithm)
     names = ("every", "staleness", "fragments")
     changed: dict[str, Any] = {k: getattr(choice, k) for k in names if getattr(choice, k) != getattr(usual, k)}
+    changed |= {"average_every": choice.average_every} if choice.average_every else {}
     changed |= {"outer": "gossamer.Nesterov()"} if choice.outer else {}
     given = [f"topology={_written(choice.method.topology)}"]
     if changed:

@@ -20,8 +20,8 @@ from gossamer.predict.cluster import ClusterLinks, ClusterSpec, ComputeSpec, Cos
 SHARE = 0.5  # of the memory bandwidth that simple kernels reach
 # Bytes read and written per byte of fp32 parameters.
 MIX, REDUCE = 3.0, 3.0
-ENCODE = {"bf16": 1.5, "fp16": 1.5, "int8": 2.25}
-MERGE = {"fp32": 3.0, "bf16": 6.0, "fp16": 6.0, "int8": 8.0}
+ENCODE = {"bf16": 1.5, "fp16": 1.5, "int8": 2.25, "int4": 2.125}
+MERGE = {"fp32": 3.0, "bf16": 6.0, "fp16": 6.0, "int8": 8.0, "int4": 7.5}
 
 
 def _costs(memory_gb_per_s: float) -> CostSpec:

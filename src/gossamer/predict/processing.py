@@ -14,6 +14,8 @@ charged.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from gossamer.predict.cluster import ClusterSpec, CostSpec
@@ -34,15 +36,19 @@ def exchange_seconds(
     if costs is None:
         return np.zeros(len(wired))
     passes = np.zeros(len(wired))
-    if wire in costs.encode_gb_per_s:
-        passes += wired / costs.encode_gb_per_s[wire]
-    if wire in costs.merge_gb_per_s and wire != "fp32":
-        passes += wired / costs.merge_gb_per_s[wire]
-    elif wire == "fp32":  # one swap of whole buckets is left to the pass that mixes
-        passes += np.where(traffic.steps > 1, wired / costs.merge_gb_per_s["fp32"], 0.0)
+    merge = _rate(costs.merge_gb_per_s, wire)
+    if wire == "fp32":  # one swap of whole buckets is left to the pass that mixes
+        passes += np.where(traffic.steps > 1, wired / merge, 0.0)
+    else:
+        passes += wired / merge + wired / _rate(costs.encode_gb_per_s, wire)
     # Half of what is sent inside a node is reduced there, the other half gathered; so is what several nodes spread.
     passes += (traffic.intra_plain / 2 + traffic.inter_plain) / costs.reduce_gb_per_s
     return np.asarray(passes * part * nbytes / GB)
+
+
+def _rate(rates: dict[str, float], wire: str) -> float:
+    """The rate of a wire; one that was not measured is charged as the slowest that was."""
+    return rates.get(wire) or min(rates.values(), default=math.inf)
 
 
 def serial_seconds(
@@ -63,13 +69,16 @@ def serial_seconds(
 
 
 def update_seconds(cluster: ClusterSpec, method: Method) -> float:
-    """Return the optimizer's step: as measured with the user's own, or by the measured rate of the method's."""
+    """Return the optimizer's step: as measured with the user's own, or by the measured rate of the method's.
+
+    No optimizer is charged less than Adam, the baseline's: a cheaper update is no merit of gossip.
+    """
     own, costs = cluster.compute.update_seconds, cluster.costs
     rates = {} if costs is None else costs.update_gb_per_s
     size = cluster.model.bytes / GB
     if own is None:
-        rate = rates.get(method.optimizer) or rates.get("adam")
-        return size / rate if rate else 0.0
+        known = [rates[name] for name in (method.optimizer, "adam") if name in rates]
+        return size / min(known) if known else 0.0
     if method.optimizer in rates and "adam" in rates:  # the user's own optimizer is charged where it is kept
         return own + max(0.0, size / rates[method.optimizer] - size / rates["adam"])
     return own

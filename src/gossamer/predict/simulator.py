@@ -139,7 +139,8 @@ class Network:
         round = self.schedule.round(k, bucket)
         found = self._prepared.get(id(round))
         if found is None:  # the round is kept too, so that its id is not used again
-            found = self._prepared[id(round)] = round, self.costs.exchange(round, 1 / self.policy.buckets)
+            exact = round is self.schedule.everyone
+            found = self._prepared[id(round)] = round, self.costs.exchange(round, 1 / self.policy.buckets, exact=exact)
         return found[1]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.errors import InputError
+from gossamer.report.rows import read_rows
 from gossamer.trace import read
 
 WARM = 0.1  # share of the first steps that a measured step time leaves out: connections are made, caches fill
@@ -229,15 +230,10 @@ def load_run(folder: Path) -> Run:
     by_step: dict[int, list[dict[str, Any]]] = {}
     evaluations: list[dict[str, Any]] = []
     for path in sorted(folder.glob("metrics-*.jsonl")):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                break  # torn because the run was killed
-            if "averaged" in row:
-                evaluations.append(_with_nan(row))
-            else:
-                by_step.setdefault(row["step"], []).append(row)
+        rows, evaluated = read_rows(path)
+        evaluations += [_with_nan(row) for row in evaluated]
+        for row in rows:
+            by_step.setdefault(row["step"], []).append(row)
     steps = []
     for _, rows in sorted(by_step.items()):
         merged = dict(rows[0])

@@ -62,6 +62,8 @@ class Inbox:
         self.changed = threading.Condition()
         self._waiting: dict[Key, Slot] = {}
         self._early: dict[Key, Slot] = {}
+        # Memory of early messages, by length. New memory for each would cost more than its transfer: page faults.
+        self._spare: dict[int, list[memoryview]] = {}
         self._skipped: dict[tuple[int, ChannelId, int], int] = {}  # last round that (sender, channel, bucket) skips
         self._verdicts: dict[tuple[int, int], Verdict] = {}  # by sender and lane
 
@@ -74,19 +76,17 @@ class Inbox:
                 del self._early[key]
                 if len(early.view) != len(view):
                     slot.failed = _lengths(early, len(view))
+                    return slot
+            else:
+                arriving = early is not None and early.round == round
+                if early is not None and early.round > round:
+                    slot.failed = f"worker {key.sender} is already in round {early.round}"
+                elif self._skipped.get((key.sender, key.channel, key.bucket), -1) >= round and not arriving:
+                    slot.failed = f"worker {key.sender} skipped the round"
                 else:
-                    view[:] = early.view
-                    slot.filled = True
-                    self._count(slot)
+                    self._waiting[key] = slot
                 return slot
-            if early is not None and early.round > round:
-                slot.failed = f"worker {key.sender} is already in round {early.round}"
-                return slot
-            arriving = early is not None and early.round == round
-            if self._skipped.get((key.sender, key.channel, key.bucket), -1) >= round and not arriving:
-                slot.failed = f"worker {key.sender} skipped the round"
-                return slot
-            self._waiting[key] = slot
+        self._hand_over(early, slot)
         return slot
 
     def cancel(self, slots: Iterable[Slot]) -> None:
@@ -121,12 +121,14 @@ class Inbox:
             stale = (slot is not None and slot.round > round) or (held is not None and held.round > round)
             if stale:
                 return Slot(key, epoch, round, plan, memoryview(b""), canceled=True)
-            early = Slot(key, epoch, round, plan, memoryview(np.empty(length, np.uint8).data))
+            spare = self._spare.get(length)
+            early = Slot(key, epoch, round, plan, spare.pop() if spare else memoryview(np.empty(length, np.uint8).data))
             self._early[key] = early
             return early
 
     def complete(self, slot: Slot) -> None:
         """Mark the message of `slot` as complete: all of its bytes have arrived."""
+        taker: Slot | None = None
         with self.changed:
             if slot.canceled or slot.failed:
                 return
@@ -138,13 +140,25 @@ class Inbox:
                 if waiting is not None and (waiting.epoch, waiting.round) == (slot.epoch, slot.round):
                     self._early.pop(slot.key, None)
                     del self._waiting[slot.key]
-                    if len(waiting.view) == len(slot.view) and waiting.plan == slot.plan:
-                        waiting.view[:] = slot.view
-                        waiting.filled = True
-                        self._count(waiting)
-                    else:
+                    if len(waiting.view) != len(slot.view) or waiting.plan != slot.plan:
                         waiting.failed = _lengths(slot, len(waiting.view))
+                    else:
+                        taker = waiting
+            if taker is None:
+                slot.filled = True
+                self.changed.notify_all()
+        if taker is not None:
+            self._hand_over(slot, taker)
+
+    def _hand_over(self, early: Slot, slot: Slot) -> None:
+        """Copy a message that arrived early to the buffer that was posted for it since, without holding up others."""
+        with slot.lock:
+            if not slot.canceled:
+                np.copyto(np.frombuffer(slot.view, np.uint8), np.frombuffer(early.view, np.uint8))
+        with self.changed:
+            self._spare.setdefault(len(early.view), []).append(early.view)
             slot.filled = True
+            self._count(slot)
             self.changed.notify_all()
 
     def _count(self, slot: Slot) -> None:
@@ -209,6 +223,7 @@ class Inbox:
         See Note [Why a plan starts at an announced round] in membership.py.
         """
         with self.changed:
+            self._spare.clear()  # messages of the new plan have other lengths
             for key, slot in list(self._waiting.items()):
                 if key.in_a_round and slot.epoch < epoch and slot.round >= starts[key.channel.lane]:
                     slot.failed = f"the members have changed (epoch {epoch})"

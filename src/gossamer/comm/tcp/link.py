@@ -114,24 +114,22 @@ class Link:
         try:
             rest, self._rest = self._rest, memoryview(b"")
             begun = bool(rest)
-            for part in (rest, memoryview(header.pack()), memoryview(payload)):
-                while len(part):
-                    if not self.open:
-                        raise Lost(f"the connection with worker {self.peer.rank} is closed")
-                    if not self._writable.poll(POLL * 1000):
-                        if given_up is not None and given_up():
-                            if begun:  # half a frame cannot be taken back
-                                self.close("it accepts no data")
-                            raise Lost(f"worker {self.peer.rank} accepts no data")
-                        continue
-                    try:
-                        part = part[self.connection.send(part[:CHUNK], socket.MSG_DONTWAIT) :]
-                        begun = True
-                    except BlockingIOError:
-                        continue
-                    except OSError as error:
-                        self.close(str(error))
-                        raise Lost(f"the connection with worker {self.peer.rank} broke: {error}") from error
+            parts = [rest, memoryview(header.pack()), memoryview(payload)]
+            while parts:
+                if not self.open:
+                    raise Lost(f"the connection with worker {self.peer.rank} is closed")
+                try:  # straight from the tensor's memory; the header travels in the first segment of the payload
+                    sent = self.connection.sendmsg(_beginning(parts), (), socket.MSG_DONTWAIT)
+                    parts, begun = _without(parts, sent), True
+                except BlockingIOError:
+                    accepted = self._writable.poll(POLL * 1000)
+                    if not accepted and given_up is not None and given_up():
+                        if begun:  # half a frame cannot be taken back
+                            self.close("it accepts no data")
+                        raise Lost(f"worker {self.peer.rank} accepts no data") from None
+                except OSError as error:
+                    self.close(str(error))
+                    raise Lost(f"the connection with worker {self.peer.rank} broke: {error}") from error
             self._write_posted()  # before another long frame
         finally:
             self._lock.release()
@@ -230,3 +228,25 @@ class Link:
         if size != self._low:
             self._low = size
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+
+
+def _beginning(parts: list[memoryview]) -> list[memoryview]:
+    """The first CHUNK bytes of `parts`."""
+    chosen, room = [], CHUNK
+    for part in parts:
+        chosen.append(part[:room])
+        room -= len(chosen[-1])
+        if room <= 0:
+            break
+    return chosen
+
+
+def _without(parts: list[memoryview], sent: int) -> list[memoryview]:
+    """What is left of `parts` after the first `sent` bytes."""
+    left = []
+    for part in parts:
+        taken = min(sent, len(part))
+        sent -= taken
+        if taken < len(part):
+            left.append(part[taken:])
+    return left

@@ -39,7 +39,7 @@ class Rendezvous:
         self.rank, self.size, self.lanes, self.timeout = rank, size, lanes, timeout
         self.directory = DirectoryClient.of_job(rank, timeout)
         # Peers may connect as soon as they know the address: the backlog holds them until a Listener accepts.
-        self._server = socket.create_server((own_address(), 0), backlog=128)
+        self._server = socket.create_server((own_address(directory_address()), 0), backlog=128)
         host, port = self._server.getsockname()[:2]
         self._me = Member(secrets.token_hex(8), host, port, node_name())
         self._shared: dict[str, str] = {}
@@ -123,8 +123,9 @@ class Rendezvous:
                 return
 
 
-def own_address() -> str:
-    """The address of the interface that GLOO_SOCKET_IFNAME names, else of the one that leads to the directory."""
+def own_address(towards: tuple[str, int] | None) -> str:
+    """The address of the interface that GLOO_SOCKET_IFNAME names, else of the one that leads to `towards`, else the one
+    that this host's name stands for."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if interface:
@@ -132,6 +133,6 @@ def own_address() -> str:
 
             answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
             return socket.inet_ntoa(answer[20:24])
-        probe.connect(directory_address())
+        probe.connect(towards or (socket.gethostname(), 1))
         address: str = probe.getsockname()[0]
         return address

@@ -7,15 +7,19 @@ round or is given up, the connection stays open, and the buffer is safe afterwar
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from gossamer.comm.accelerator import Accelerator
-from gossamer.comm.exchange import Batch
+from gossamer.comm.exchange import Batch, OtherAnchor, Scratch
 from gossamer.comm.pace import Pace
+from gossamer.comm.staging import Stage
 from gossamer.comm.tcp.frame import FrameHeader, Kind
 from gossamer.comm.tcp.inbox import Key, Slot
 from gossamer.comm.tcp.link import Link, Lost
+from gossamer.comm.tcp.links import LinkTable
 from gossamer.comm.tcp.membership import Membership
 from gossamer.comm.threaded import ThreadedChannel
 from gossamer.comm.transport import ChannelId, Job, PeerError, Purpose, Stamp, Transport
@@ -41,12 +45,21 @@ class TcpTransport(Transport):
         self.membership.close()
 
 
+class Connected(Protocol):
+    """What a channel needs of the worker that it belongs to."""
+
+    rank: int
+    links: LinkTable
+
+    def connect_to(self, rank: int) -> None: ...
+
+
 class TcpChannel(ThreadedChannel):
     """One channel over the links. A job on it needs a stamp, and can be given up."""
 
     def __init__(
         self,
-        membership: Membership,
+        membership: Connected,
         channel: ChannelId,
         threads: int,
         pace: Pace | None,
@@ -68,6 +81,17 @@ class TcpChannel(ThreadedChannel):
     def _over(self, job: Job) -> bool:
         return job.given_up or self._closing
 
+    def _perform(self, job: Job, scratch: Scratch, stage: Stage | None) -> None:
+        try:
+            super()._perform(job, scratch, stage)
+        except OtherAnchor as error:  # both sides of a pair find it; others may wait for what would have followed
+            assert job.stamp is not None
+            self._links.refused(error.peer, str(error))
+            self._skip(job, self._channel, job.stamp, [])
+            raise PeerError(
+                f"worker {self._members.rank} continues without round {job.round}, bucket {job.bucket}: {error}"
+            ) from None
+
     def _carry(self, batch: Batch, job: Job) -> None:
         stamp = job.stamp
         assert stamp is not None, "a job on TCP links needs a stamp"
@@ -76,6 +100,7 @@ class TcpChannel(ThreadedChannel):
             channel = ChannelId(channel.lane, Purpose.MEETING)
         inbox = self._links.inbox
         slots: list[Slot] = []
+        peer = -1
         try:
             for peer, message in batch.recvs:
                 key = Key(peer, channel, job.bucket, stamp.received[peer])
@@ -99,16 +124,21 @@ class TcpChannel(ThreadedChannel):
                 stamp.sent[peer] += 1
                 job.count(peer, message)
             for slot in slots:
-                with job.waiting_for(slot.key.sender), inbox.changed:
+                peer = slot.key.sender
+                with job.waiting_for(peer), inbox.changed:
                     inbox.changed.wait_for(lambda slot=slot: slot.over or self._over(job))  # type: ignore[misc]
                 if not slot.filled:
-                    raise Lost(slot.failed or f"worker {slot.key.sender} is late")
+                    raise Lost(slot.failed or f"worker {peer} is late")
         except Lost as error:
             inbox.cancel(slots)
             self._skip(job, channel, stamp, slots)
-            raise PeerError(
-                f"worker {self._members.rank} continues without round {job.round}, bucket {job.bucket}: {error}"
-            ) from None
+            raise self._failure(job, peer, str(error)) from None
+
+    def _failure(self, job: Job, peer: int, reason: str) -> PeerError:
+        """The error of a job that `peer` did not answer."""
+        return PeerError(
+            f"worker {self._members.rank} continues without round {job.round}, bucket {job.bucket}: {reason}"
+        )
 
     def _skip(self, job: Job, channel: ChannelId, stamp: Stamp, slots: list[Slot]) -> None:
         """Tell the peers of a failed job not to wait for this worker, and mark the peers that did not answer as late:

@@ -11,6 +11,7 @@ from gossamer.comm.tcp import SILENT, Arrival, Membership, Record, TcpTransport,
 from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.elastic.meeting import Attendee, Meetings
 from gossamer.engine.elastic.state_transfer import Progress, StateTransfer
+from gossamer.engine.flat import longest_message
 from gossamer.errors import GossamerError
 from gossamer.topology.replan import replanned
 from gossamer.topology.schedule import Schedule
@@ -82,11 +83,9 @@ class ElasticCoordinator(Coordinator):
         self._donor_meeting = -1  # the next meeting of the member whose state this worker has
         self.plans = Plans(spec, prepared.schedule, digest(arrival.foundation.description))
         self._transfer = StateTransfer(prepared.model, prepared.optimizers, arrival.foundation.run, settings.timeout)
-        parameters = sum(p.numel() * max(8, p.element_size()) for p in prepared.model.parameters())
+        longest = longest_message(prepared.model)
         margin = MARGIN * (arrival.size if settings.asynchronous else 1)  # events are counted over all workers
-        self.members = Membership(
-            arrival, 2**20 + 2 * parameters, soft, hard, self._transfer.serve, self.plans.neighbors, margin
-        )
+        self.members = Membership(arrival, longest, soft, hard, self._transfer.serve, self.plans.neighbors, margin)
         self.transport = TcpTransport(self.members, settings.timeout, accelerator)
         try:
             self._donated: Progress | None = None  # the progress of the member whose state this worker has

@@ -67,6 +67,10 @@ class ElasticLane(MemberLane, SyncLane):
             warnings.warn(f"the members have changed: {why}", GossamerWarning, stacklevel=2)
         return record
 
+    def average_id(self) -> int:
+        """Another plan may have averaged other members in a round of the same number."""
+        return (self.k + 1) << 24 | int.from_bytes(self._plan[:3])
+
     def finish(self, *, assisting: bool = False) -> None:
         since = clock()
         self._deadline = Deadline(self._remaining())
@@ -124,11 +128,14 @@ class ElasticLane(MemberLane, SyncLane):
         self.finish()
 
     def donation(self) -> dict[str, Any]:
-        return {}
+        return {} if self._anchors is None else {"anchors": self._anchors.state_dict()}
 
     @torch.no_grad()
     def continue_from(self, rounds: int, steps: int, donated: dict[str, Any]) -> None:
         self.adopt()
+        if self._anchors is not None:
+            self._anchors.load_state_dict(donated["anchors"])
+            self._anchors.wanted = False  # the others may have had that average meanwhile
         self.k, self.metrics.steps = rounds, steps
         self._members.advance(self.index, rounds)
         self.launch(combine=False)

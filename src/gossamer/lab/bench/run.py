@@ -78,6 +78,7 @@ class BenchPlan:
             raise InputError(f"seconds must be more than 0 and less than a day, got {self.seconds}; pass e.g. 30")
         if self.bucket_mb is not None and not 0 < self.bucket_mb < 1e6:
             raise InputError(f"bucket_mb must be a positive number of MiB, got {self.bucket_mb}; pass e.g. 0.5")
+        gossamer.outer_named(self.outer or "nesterov", self.outer_lr, self.outer_momentum)  # refuses bad values
         if self.seed < 0:
             raise InputError(f"the seed must be at least 0, got {self.seed}; pass e.g. 0")
 
@@ -200,7 +201,7 @@ def run_bench(
 
 def _add_predictions(results: list[dict[str, Any]], probed: Probed, plan: BenchPlan) -> None:
     """Add the predicted step time and its error to every result."""
-    options = {k: getattr(plan, k) for k in ("staleness", "every", "fragments", "outer")}
+    options = {k: getattr(plan, k) for k in ("staleness", "every", "fragments", "outer", "average_every")}
     for r in results:
         if "skipped" in r:
             continue

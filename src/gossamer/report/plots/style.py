@@ -49,7 +49,7 @@ OTHER_COLOR = "#2a8c8c"
 TOPOLOGY_SHADES = {"aer": 0.0, "one-peer-exponential": -0.25, "exp": -0.25, "ring": 0.25, "complete": 0.4}
 TOPOLOGY_DASHES = {"one-peer-exponential": 3, "exp": 3, "ring": 4, "complete": 5}
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.6), (1.3, 1.3), (6, 1.6, 1.3, 1.6), (9, 2.5), (3, 1, 1, 1, 1, 1))
-WIRE_DASHES = {"bf16": 1, "fp16": 1, "int8": 2}
+WIRE_DASHES = {"bf16": 1, "fp16": 1, "int8": 2, "int4": 3}
 MARKERS = "osD^vPX*"
 
 

@@ -39,10 +39,9 @@ class Facts:
         try:
             found = cls(folder, content)
             found.config["steps"], found.layout, found.method, found.clock["kind"]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise InputError(
-                f"{folder / 'config.json'} is damaged (no proper {error}); restore it or watch another run"
-            ) from None
+        except (KeyError, TypeError, AttributeError, InputError) as error:
+            why = error if isinstance(error, InputError) else "config, method, steps, per_node or clock is not right"
+            raise InputError(f"{folder / 'config.json'} is damaged: {why}; restore it or watch another run") from None
         return found
 
     @property

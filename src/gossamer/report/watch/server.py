@@ -14,6 +14,7 @@ import html
 import ipaddress
 import json
 import secrets
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -41,8 +42,9 @@ class WatchServer:
 
     @property
     def url(self) -> str:
-        """The address to open in a browser."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        """The address to open in a browser; a server on all addresses is named by this machine."""
+        name = socket.gethostname() if self.host in ("", "0.0.0.0", "::") else self.host
+        host = f"[{name}]" if ":" in name else name
         return f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
 
 

@@ -1,0 +1,164 @@
+"""Bytes per token against loss, for links too thin for an exchange in every step: the records `thin-quality-*`.
+
+    python benchmarks/thin_quality.py lm --record benchmarks/records/thin-quality-lm
+    python benchmarks/thin_quality.py translate --data DIR --record benchmarks/records/thin-quality-translate
+
+16 virtual workers, each on a node of its own, so that every byte crosses a link between nodes. (AER then sends in every
+second round.) For each setting the rate with the least loss on seed 0 is used on the other seeds. A setting is on the
+Pareto front if no other one has both fewer bytes and less loss. Bytes are those that a worker sends, exact averages
+included, over the tokens that all workers see. Runs are files in --runs; a study that was stopped goes on where it was.
+--finished runs nothing and tables what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gossamer.report.record import environment, write_record
+from quality_paired import study
+from quality_runs import run_once
+
+WORKERS = 16
+SEEDS = (10, 11, 12)
+RATES = (4e-3, 8e-3, 16e-3)
+REFRESH = 64  # steps between exact averages, for wires that are relative to them
+
+Settings = dict[str, dict[str, Any]]
+
+
+def gossip(wire: str = "fp32", **values: Any) -> dict[str, Any]:
+    fresh = {"average_every": REFRESH} if wire in ("int8", "int4") else {}
+    return {"method": f"gossipadam:aer:{wire}", **fresh, **values}
+
+
+SETTINGS: Settings = {
+    "all-reduce": {"method": "ddp"},
+    **{f"DiLoCo, H = {h}": {"method": "diloco", "every": h} for h in (8, 32)},
+    "gossip fp32": gossip(),
+    "gossip bf16": gossip("bf16"),
+    "gossip int8": gossip("int8"),
+    "gossip int4": gossip("int4"),
+    "gossip int4, averages every 16": gossip("int4", average_every=16),
+    **{f"gossip fp32, {f} fragments": gossip(fragments=f) for f in (2, 4, 8)},
+    **{f"gossip int8, {f} fragments": gossip("int8", fragments=f) for f in (2, 4, 8)},
+    **{f"gossip int4, {f} fragments": gossip("int4", fragments=f) for f in (2, 4, 8)},
+    **{f"gossip fp32, Nesterov, H = {h}": gossip(every=h, outer="nesterov") for h in (4, 16)},
+    **{f"gossip int8, Nesterov, H = {h}": gossip("int8", every=h, outer="nesterov") for h in (4, 16)},
+}
+BASE = "gossip fp32"
+
+
+def perform(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """By setting: the rate with the least loss on seed 0, the losses there, and the runs of the other seeds at it."""
+    shared, _, _ = study(args)
+    base = {"per_node": [1] * WORKERS, "eval_every": max(1, shared["steps"] // 4), **shared}
+    found: dict[str, dict[str, Any]] = {}
+    for name, values in SETTINGS.items():
+        if not re.search(args.only, name):
+            continue
+
+        def run(rate: float, seed: int, name: str = name, values: dict[str, Any] = values) -> dict[str, Any] | None:
+            file = folder / re.sub(r"[^a-z0-9.]+", "-", name.lower()) / f"lr-{rate:g}-seed-{seed}.json"
+            if args.finished and not file.exists():
+                return None
+            made = run_once({**base, **values, "lr": rate, "seed": seed}, file)
+            print(name, f"lr {rate:g} seed {seed}", made.get("final") or made["diverged"], flush=True)
+            return made
+
+        tried = {rate: made for rate in args.rates if (made := run(rate, 0)) is not None and "final" in made}
+        if not tried:
+            continue
+        best = min(tried, key=lambda rate: tried[rate]["final"]["loss"])
+        runs = [made for seed in args.seeds if (made := run(best, seed)) is not None and "final" in made]
+        trials = {f"{rate:g}": made["final"]["loss"] for rate, made in tried.items()}
+        found[name] = {"lr": best, "trials": trials, "runs": runs or [tried[best]], "seeds": len(runs)}
+    return found
+
+
+def points(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row of each setting, fewest bytes first; `front`: no other setting has both fewer bytes and less loss."""
+    rows = []
+    for name, got in found.items():
+        losses = [run["final"]["loss"] for run in got["runs"]]
+        spread = statistics.stdev(losses) if len(losses) > 1 else None
+        sent = statistics.mean(run["bytes"] / run["units"] for run in got["runs"])
+        row = {"setting": name, "lr": got["lr"], "seeds": got["seeds"], "bytes_per_token": sent}
+        rows.append(row | {"loss": statistics.mean(losses), "std": spread, "trials": got["trials"]})
+    for row in rows:
+        beaten = (
+            o["bytes_per_token"] <= row["bytes_per_token"] and o["loss"] <= row["loss"] for o in rows if o is not row
+        )
+        row["front"] = not any(beaten)
+    return sorted(rows, key=lambda row: row["bytes_per_token"])
+
+
+def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
+    base = next((row["bytes_per_token"] for row in rows if row["setting"] == BASE), None)
+    lines = [
+        f"{WORKERS} virtual workers on nodes of their own, {study(args)[0]['steps']} steps, task {args.study}; every "
+        "setting at its best rate of seed 0 (0 seeds: that run itself). Exact averages are counted; "
+        f"int8 and int4 have one every {REFRESH} steps unless the name says otherwise.",
+        "",
+        f"| setting | bytes per token | of {BASE} | loss | lr | seeds | front |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        share = "" if base is None else f"{row['bytes_per_token'] / base:.3f}"
+        loss = f"{row['loss']:.3f}" + ("" if row["std"] is None else f" ± {row['std']:.3f}")
+        cells = [row["setting"], f"{row['bytes_per_token']:.1f}", share, loss, f"{row['lr']:g}", str(row["seeds"])]
+        lines.append("| " + " | ".join([*cells, "yes" if row["front"] else ""]) + " |")
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """The picture: loss against bytes per token, with the Pareto front as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(9, 5.5))
+    front = [row for row in rows if row["front"]]
+    axis.plot([r["bytes_per_token"] for r in front], [r["loss"] for r in front], color="0.6", lw=1, zorder=1)
+    for row in rows:
+        axis.errorbar(row["bytes_per_token"], row["loss"], yerr=row["std"], fmt="o" if row["front"] else "x", capsize=2)
+        axis.annotate(row["setting"], (row["bytes_per_token"], row["loss"]), fontsize=6, xytext=(4, 3),
+                      textcoords="offset points")  # fmt: skip
+    axis.set_xscale("log")
+    axis.set_xlabel("bytes that a worker sends per token")
+    axis.set_ylabel("loss of the averaged model")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=("translate", "lm"))
+    parser.add_argument("--data", help="the folder of Multi30k, or a text")
+    parser.add_argument("--steps", type=int, help="of a run")
+    parser.add_argument("--rates", type=lambda text: [float(r) for r in text.split(",")], default=RATES)
+    parser.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",") if s], default=SEEDS)
+    parser.add_argument("--only", default="", help="a regular expression: the settings to run")
+    parser.add_argument("--finished", action="store_true", help="run nothing: the record of what is there")
+    parser.add_argument("--runs", type=Path, help="the folder of the runs (default runs/thin-quality-STUDY)")
+    parser.add_argument("--record", type=Path, help="write a record to this folder")
+    args = parser.parse_args(argv)
+    warnings.simplefilter("ignore")  # vmap's remarks about attention
+    machine = environment()
+    rows = points(perform(args, args.runs or Path("runs") / f"thin-quality-{args.study}"))
+    summary = table(rows, args)
+    if args.record:
+        write_record(args.record, data={"results": rows}, summary=summary, environment=machine, note="")
+        draw(rows, args.record / "front.svg")
+    print(summary)
+
+
+if __name__ == "__main__":
+    main()
