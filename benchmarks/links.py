@@ -1,6 +1,6 @@
 """Gloo's edges against our TCP links: time and processor time per byte, on loopback and on shaped links.
 
-    python benchmarks/links.py --out benchmarks/records/links          # about 8 minutes on two quiet cores
+    python benchmarks/links.py --out benchmarks/records/links          # about 5 minutes on two cores
 
 Workers exchange parameters on a ring, four buckets at a time, as `decentralize` does with transport="gloo" and with
 transport="tcp"; there is no model and no compute. Blocks of rounds of both transports alternate inside the same

@@ -50,6 +50,12 @@ SETTINGS: Settings = {
     **{f"gossip int4, {f} fragments": gossip("int4", fragments=f) for f in (2, 4, 8)},
     **{f"gossip fp32, Nesterov, H = {h}": gossip(every=h, outer="nesterov") for h in (4, 16)},
     **{f"gossip int8, Nesterov, H = {h}": gossip("int8", every=h, outer="nesterov") for h in (4, 16)},
+    **{f"DiLoCo, momentum 0.5, H = {h}": {"method": "diloco", "every": h, "outer_momentum": 0.5} for h in (8, 32)},
+    "LocalSGD, H = 8": {"method": "localsgd", "every": 8},
+    "gossip fp32, local steps, H = 16": gossip(every=16),
+    "gossip fp32, Nesterov after the steps, H = 16": gossip(every=16, outer="nesterov", combine="atc"),
+    "gossip fp32, heavy ball, H = 16": gossip(every=16, outer="heavy-ball"),
+    "gossip fp32, accelerated, H = 16": gossip(every=16, outer="accelerated"),
 }
 BASE = "gossip fp32"
 

@@ -91,20 +91,26 @@ def test_static_jobs_equal_virtual_workers(pools, one_thread, settings):
             assert torch.equal(a, b), f"worker {rank}, record {at}"
 
 
+def train_late(monkeypatch, made, devices):
+    """Let the workers of an elastic job train on these devices."""
+    monkeypatch.setattr(engine, "accelerator_of", lambda tensors: devices[made.local.rank])
+    plain = made.train
+
+    def late_train(rank, step, model, optimizer):
+        with devices[rank].training():
+            plain(rank, step, model, optimizer)
+        devices[rank].synchronize()
+
+    made.train = late_train
+
+
 def test_elastic_jobs_equal_virtual_workers_and_admit_a_replacement(monkeypatch):
     """Three workers as threads: parity until one dies; then a replacement takes its place."""
     devices = [LateDevice(rank) for rank in range(3)]
     options = {"topology": "ring", "soft_deadline": 5.0, "hard_deadline": 20.0, "transport": "host"}
     with job(monkeypatch, 3, 1, **options) as made:
-        monkeypatch.setattr(engine, "accelerator_of", lambda tensors: devices[made.local.rank])
         plain = made.train
-
-        def late_train(rank, step, model, optimizer):
-            with devices[rank].training():
-                plain(rank, step, model, optimizer)
-            devices[rank].synchronize()
-
-        made.train = late_train
+        train_late(monkeypatch, made, devices)
         workers = made.all(40, lambda gossip: gossip.stats(), pause=0.01)
         workers[1].until(10)
         workers[1].stopped.set()
@@ -132,15 +138,7 @@ def test_elastic_jobs_equal_virtual_workers_and_admit_a_replacement(monkeypatch)
 def test_asynchronous_elastic_jobs_through_the_host(monkeypatch):
     devices = [LateDevice(rank) for rank in range(2)]
     with job(monkeypatch, 2, 1, topology="ring", algorithm="a2cid2", transport="host") as made:
-        monkeypatch.setattr(engine, "accelerator_of", lambda tensors: devices[made.local.rank])
-        plain = made.train
-
-        def late_train(rank, step, model, optimizer):
-            with devices[rank].training():
-                plain(rank, step, model, optimizer)
-            devices[rank].synchronize()
-
-        made.train = late_train
+        train_late(monkeypatch, made, devices)
         results = finish(made.all(30, lambda gossip: (gossip.stats()["rounds"], gossip.consensus_distance()), 0.005))
     for rounds, distance in results:
         assert rounds > 0

@@ -72,6 +72,7 @@ SETTINGS = {
     "awc": {},
     "atc": {"algorithm": "atc"},
     "staleness": {"staleness": 1, "average_every": 4},
+    "int4": {"wire": "int4", "average_every": 4, "fragments": 2},
     "a2cid2": {"algorithm": "a2cid2"},
     "ad-psgd": {"algorithm": "ad-psgd"},
 }

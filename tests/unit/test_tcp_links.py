@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gossamer.comm.tcp.frame import HEADER, MAGIC, Ask, FrameHeader, Hello, Kind, Refused, greet
+from gossamer.comm.tcp.frame import HEADER, MAGIC, Ask, FrameHeader, Hello, Kind, Refused, Verdict, greet
 from gossamer.comm.tcp.inbox import Inbox, Key
 from gossamer.comm.tcp.link import Lost
 from gossamer.comm.tcp.links import LinkTable
@@ -417,3 +417,39 @@ def test_a_new_epoch_fails_waits_of_the_old_plan():
     inbox.replan(2, [10])
     assert "epoch 2" in old.failed
     assert not before.over  # this round still follows the old plan
+
+
+@pytest.mark.parametrize("payload", [b"", b"x", bytes(15), bytes(17), bytes(4096)])
+def test_a_verdict_that_cannot_be_read_closes_its_link_and_is_counted(pair, payload):
+    zero, one, _ = pair
+    link = zero.peer(1).link
+    one.peer(0).link.send(FrameHeader(Kind.VERDICT, RUN, len(payload), channel=CHANNEL), payload)
+    until(lambda: not link.open)
+    assert zero.refusals == {1: 1}
+    assert "a verdict has 16 bytes" in zero.last_refusal
+    assert zero.inbox.verdict(1, 0) == Verdict()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=64), st.integers(0, 2**40))
+def test_any_bytes_are_a_verdict_or_refused(data, number):
+    try:
+        verdict = Verdict.unpack(data)
+    except Refused:
+        assert len(data) != 16
+        return
+    assert verdict.pack() == data
+    assert verdict.on(number) in (True, False, None)
+
+
+def test_a_verdict_is_repeated_on_the_next_link(pair):
+    zero, one, _ = pair
+    first = one.peer(0).link
+    payload = Verdict(done=7, skipped=3).pack()
+    one.send_all(FrameHeader(Kind.VERDICT, RUN, len(payload), channel=CHANNEL), payload, to=[0])
+    until(lambda: zero.inbox.verdict(1, 0).on(7) is True)
+    first.close("the test broke it")
+    until(lambda: zero.peer(1).link is None)
+    zero.inbox.judge(1, 0, Verdict())  # as if it had been lost with the connection
+    until(lambda: one.connect(one.peer(0)))
+    until(lambda: zero.inbox.verdict(1, 0) == Verdict(7, 3))

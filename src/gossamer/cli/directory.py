@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,7 +17,7 @@ from gossamer.errors import InputError
 app = command_app()
 
 
-@app.command(epilog="Example: gossamer directory --port 29400")
+@app.command(epilog="Example: gossamer directory --port 29400 --file directory.json --forget-after 120")
 def directory(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free port and prints it.")
@@ -24,6 +25,12 @@ def directory(
     address: Annotated[
         str, typer.Option(metavar="IP", help="Address to listen on; 0.0.0.0 is all interfaces.")
     ] = "0.0.0.0",
+    file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Start from this file, and keep the contents in it.")
+    ] = None,
+    forget_after: Annotated[
+        float | None, typer.Option(min=10.0, metavar="S", help="Forget a job without a living worker after S seconds.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Host the directory of a job with on_failure="continue" until Ctrl-C: its members and their addresses.
@@ -33,7 +40,7 @@ def directory(
     from gossamer.comm.tcp import HostedDirectory
 
     try:
-        hosted = HostedDirectory(port, address)
+        hosted = HostedDirectory(port, address, file=file, forget_after=forget_after)
     except OSError as error:
         why = error.strerror or error
         raise InputError(f"cannot listen on port {port} of {address}: {why}; choose another --port") from None
@@ -50,3 +57,5 @@ def directory(
             pass
     except KeyboardInterrupt:
         pass
+    finally:
+        hosted.close()

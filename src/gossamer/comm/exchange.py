@@ -179,18 +179,11 @@ def exchange(
 
 
 def correction(
-    program: Program,
-    x: Tensor,
-    out: Tensor,
-    wire: Wire,
-    scratch: Scratch,
-    *,
-    anchor: Anchor | None = None,
-    lazy: bool = True,
+    program: Program, x: Tensor, out: Tensor, wire: Wire, scratch: Scratch, *, anchor: Anchor | None = None
 ) -> ExchangeSteps:
     """The same, but the result is a correction: `out` becomes mixed - x (divided by the weight), to be added to
     parameters that have changed since the launch."""
-    mixed = yield from exchange(program, x, out, wire, scratch, anchor=anchor, lazy=lazy)
+    mixed = yield from exchange(program, x, out, wire, scratch, anchor=anchor)
     if mixed is not None:
         mixed.out.sub_(x)
     return mixed

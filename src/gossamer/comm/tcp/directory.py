@@ -13,12 +13,14 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from gossamer.comm.deadline import Deadline
+from gossamer.comm.tcp.keeper import Keeper
 from gossamer.comm.transport import PeerError
 from gossamer.errors import GossamerError, InputError
 
@@ -39,15 +41,33 @@ class HostedDirectory:
     Args:
         port: The port to listen on; 0 chooses a free one, see the attribute `port`.
         address: The address of the interface to listen on. Default: all interfaces.
+        file: A file from which the directory starts, and which follows its contents. Default: it starts empty, and
+            members of a running job put back what it must hold.
+        forget_after: Seconds without a sign of any worker after which the job is over and the directory is empty again,
+            so that its workers can found the next one from a checkpoint. Default: never.
     """
 
-    def __init__(self, port: int = 0, address: str = "0.0.0.0"):
+    def __init__(
+        self,
+        port: int = 0,
+        address: str = "0.0.0.0",
+        *,
+        file: str | os.PathLike[str] | None = None,
+        forget_after: float | None = None,
+    ):
         listener = socket.create_server((address, port), backlog=1024)  # torch would listen on every interface
         name, self.port = listener.getsockname()[:2]
         reach = "127.0.0.1" if name == "0.0.0.0" else name
         self._store: TCPStore | None = TCPStore(
             reach, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
+        self._keeper: Keeper | None = None
+        if file is not None or forget_after is not None:
+            try:
+                self._keeper = Keeper(self._store, None if file is None else Path(file), forget_after)
+            except BaseException:
+                self._store = None
+                raise
 
     @property
     def founded(self) -> bool:
@@ -56,6 +76,9 @@ class HostedDirectory:
 
     def close(self) -> None:
         """Stop serving. Workers continue to train, but nobody can join."""
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
         self._store = None  # the server lives as long as this object
 
 

@@ -124,6 +124,9 @@ class Membership:
         self.links.send_all(FrameHeader(Kind.LEAVING, self.run))
         with suppress(Unreachable):
             self._change(lambda record: self._without(record, self.rank, self.me))
+        for peer in list(self.links.peers.values()):
+            peer.dead = peer.dead or "is in a job that this worker has left"
+        self.links.inbox.wake()
 
     def close(self) -> None:
         """Close all connections without a word to the others, as the death of the process would; `leave` first."""

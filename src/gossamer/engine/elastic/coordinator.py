@@ -78,6 +78,7 @@ class ElasticCoordinator(Coordinator):
         soft, hard = settings.elastic.soft, settings.elastic.hard
         self.hard_deadline = SILENT if hard is None else hard  # of waits that are for no peer in particular
         self.joined = arrival.joining
+        self._leaving = False  # this worker has left for good, or is about to
         self.newcomer = False  # this worker has a member's state, and has taken part in no meeting since
         self._donor_meeting = -1  # the next meeting of the member whose state this worker has
         self.plans = Plans(spec, prepared.schedule, digest(arrival.foundation.description))
@@ -137,6 +138,11 @@ class ElasticCoordinator(Coordinator):
         self._transfer.close()
         self.meetings.close()
 
+    def leave(self) -> None:
+        """Tell the others that this worker leaves for good, so that nobody waits for it."""
+        self._leaving = True
+        self.members.leave()
+
     # -- between steps ----------------------------------------------------------------------------------------
 
     def between_steps(self, lanes: Sequence[MemberLane]) -> None:
@@ -150,7 +156,7 @@ class ElasticCoordinator(Coordinator):
         pace = lanes[0].metrics.pace()
         self.members.deadlines.step = 0.0 if pace is None else pace[0]
         self._transfer.between_steps(progress)
-        if self.members.excluded:
+        if self.members.excluded and not self._leaving:
             self._join_again(lanes)
 
     def _join_again(self, lanes: Sequence[MemberLane]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,9 +12,11 @@ from typing import Any
 from gossamer.comm import Job, PeerError
 from gossamer.engine.averages import Control
 from gossamer.engine.elastic.coordinator import ElasticCoordinator
+from gossamer.engine.elastic.departure import Departure
 from gossamer.engine.elastic.meeting import Meeting, meeting_stamp
 from gossamer.engine.elastic.member_lane import MemberLane
 from gossamer.engine.gossip import Collective, Gossip
+from gossamer.engine.policies import Seconds, seconds
 from gossamer.engine.prepared import Prepared
 from gossamer.engine.protocol import Participation
 from gossamer.trace import TraceWriter
@@ -42,6 +45,7 @@ class ElasticGossip(Gossip):
     ):
         self._job, self.members, self._meetings = coordinator, coordinator.members, coordinator.meetings
         self.joined = coordinator.joined
+        self._departure: Departure | None = None
         super().__init__(prepared, lanes, coordinator.transport, coordinator, writer)
         self.on_stop(coordinator.close)
         coordinator.start(lanes)
@@ -118,6 +122,21 @@ class ElasticGossip(Gossip):
         """Return `newcomer`, and set it to False."""
         return self._job.acknowledge_join()
 
+    def leave_on(self, *signals: int, grace: Seconds = 30.0) -> None:
+        """Leave the job in good order when this process gets one of `signals` (default: SIGTERM). Main thread only.
+
+        `leaving` becomes true; end the training loop then and call `close()`. If that takes more than half of `grace`,
+        the time between the signal and the end of the process, the others are told that this worker leaves even so.
+        """
+        departure = Departure(self._job.leave, signals or (signal.SIGTERM,), seconds("grace", grace))
+        self._departure = departure
+        self.on_stop(departure.close)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether a signal of `leave_on` has arrived."""
+        return self._departure is not None and self._departure.asked
+
     def catch_up(self) -> None:
         """Set the step count to the largest in the last meeting: this worker had missed an earlier one."""
         if self.met is not None:
@@ -138,7 +157,7 @@ class ElasticGossip(Gossip):
                         lane.averaged -= 1
                 for lane in self.lanes:
                     lane.drop()
-                self.members.leave()
+                self._job.leave()
             finally:
                 self._stop(drain=1.0)
 

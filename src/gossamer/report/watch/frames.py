@@ -57,7 +57,7 @@ def frame_at(run: Sources, seconds: float, *, last: bool) -> Frame:
         "time": round(seconds, 2),
         **{name: _same(values) for name, values in workers.items()},
         "round": _round(run, leading, workers["step"]),
-        "plan": _plan_key(run.facts, leading),
+        "plan": _plan_key(run.facts, leading, workers["state"]),
         "links": _links(run.facts, observed),
     }
 
@@ -129,11 +129,12 @@ def _round(run: Sources, leading: Observation | None, steps: Sequence[int]) -> i
     return max(0, leading.round - 1 + max(0, further) // run.facts.every)
 
 
-def _plan_key(facts: Facts, leading: Observation | None) -> str:
+def _plan_key(facts: Facts, leading: Observation | None, states: Sequence[str]) -> str:
     """Return the members of an elastic job that lacks some of its workers; empty if all are there."""
-    if leading is None or leading.members is None or len(leading.members) == facts.layout.n:
+    if leading is None or leading.members is None:
         return ""
-    return ",".join(map(str, sorted(leading.members)))
+    there = [w for w in sorted(leading.members) if w < len(states) and states[w] != "gone"]  # noted once a second
+    return "" if len(there) == facts.layout.n else ",".join(map(str, there))
 
 
 def _rate(pair: tuple[Observation, Observation]) -> float | None:
