@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -88,12 +88,20 @@ def run(args: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     )
     task = task_of(config)
     model = task.model(args.seed).train()
-    x, loss = model.values.detach(), _Loss(task, model)
-    gradient = grad_and_value(lambda values, batch: functional_call(loss, {"model.values": values}, (batch,)).float())
+    sizes = [p.numel() for p in model.parameters()]
+    x, loss = nn.utils.parameters_to_vector(model.parameters()).detach(), _Loss(task, model)
+    shapes = {f"model.{name}": p.shape for name, p in model.named_parameters()}
+
+    def flat_loss(values: Tensor, batch: Any) -> Tensor:
+        parts = zip(shapes.items(), torch.split(values, sizes), strict=True)
+        made: Tensor = functional_call(loss, {name: part.view(shape) for (name, shape), part in parts}, (batch,))
+        return made.float()
+
+    gradient = grad_and_value(flat_loss)
     streams = [task.batches(w, WORKERS, seed=args.seed) for w in range(WORKERS)]
     rows = 1 if mixing == "all-reduce" else WORKERS
     x, m = x.repeat(rows, 1), torch.zeros(rows, len(x))
-    segments = torch.repeat_interleave(torch.arange(len(model._sizes)), torch.tensor(model._sizes))
+    segments = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     second = SecondMoment(moment, rows, segments)
     plan = build(topology, layout) if topology else None
     matrices = [torch.tensor(plan.matrix(k), dtype=torch.float32) for k in range(len(plan.rounds))] if plan else []
@@ -119,7 +127,7 @@ def run(args: argparse.Namespace, setting: Setting) -> dict[str, Any]:
                 x = x - move
             else:
                 x = w @ x - move if mixing == "awc" else w @ (x - move)
-    model.values.data.copy_(x.mean(0))
+    nn.utils.vector_to_parameters(x.mean(0), model.parameters())
     found = task.evaluate(model, final=True)
     eighth = max(1, args.steps // 8)
     return {

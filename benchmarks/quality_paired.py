@@ -134,8 +134,7 @@ def table(found: tables.Found, metric: str) -> str:
         "averaged exactly inside a node. Loss and metric are those of the averaged model at the end: mean ± standard "
         "deviation. Differences of the loss are paired by seed: mean [95 % interval by Student's t]. "
         f"Seeds {', '.join(map(str, seeds))}: none was used to choose a rate or a setting. With one replica GossipAdam "
-        "is Adam, so all-reduce with the same optimizer is the base. The parameters are packed into one tensor, so "
-        "GossipAdam has one share of the signal for the whole model.",
+        "is Adam, so all-reduce with the same optimizer is the base.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),

@@ -1,7 +1,6 @@
 """Virtual runs for the quality records: one JSON file a run, so that a study that was stopped goes on where it was.
 
-Everything is the recipes' own: strategy, loop, gradients, optimizers, gossip. `Flat` only packs a model's parameters
-into one tensor, because sixteen optimizers over forty small tensors each cost more than the gradients do on one core.
+Everything is the recipes' own: strategy, loop, gradients, optimizers, gossip.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gossamer
@@ -40,49 +38,20 @@ def _at(factor: Callable[[int], float]) -> Callable[[gossamer.Gossip, float], Te
 CLIPPING = {"threshold": _at(lambda replicas: 1.0), "√replicas": _at(lambda replicas: replicas**0.5)}
 
 
-class Flat(nn.Module):
-    """The same function of one parameter vector: Adam, SGD, clipping by the global norm and gossip do not see the
-    difference."""
-
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self._inner = (inner,)  # hidden from parameters()
-        self._names = [name for name, _ in inner.named_parameters()]
-        self._shapes = [p.shape for p in inner.parameters()]
-        self._sizes = [p.numel() for p in inner.parameters()]
-        self.values = nn.Parameter(torch.cat([p.detach().flatten() for p in inner.parameters()]))
-
-    def _views(self) -> dict[str, Tensor]:
-        pieces = torch.split(self.values, self._sizes)
-        return {n: v.view(s) for n, v, s in zip(self._names, pieces, self._shapes, strict=True)}
-
-    def forward(self, *inputs: Any) -> Any:
-        return functional_call(self._inner[0], self._views(), inputs)
-
-    @torch.no_grad()
-    def unpacked(self) -> nn.Module:
-        for parameter, value in zip(self._inner[0].parameters(), self._views().values(), strict=True):
-            parameter.copy_(value)
-        return self._inner[0]
-
-
-class FlatTask:
-    """A task with flat models. The whole final evaluation is made once, on the averaged model."""
+class OnceJudged:
+    """A task whose whole final evaluation is made once, on the averaged model."""
 
     def __init__(self, task: Any, model: Any = None):
-        self._task, self._model = task, model or task.model
+        self._task, self.model = task, model or task.model
         self._judged = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
 
-    def model(self, seed: int) -> nn.Module:
-        return Flat(self._model(seed))
-
-    def evaluate(self, model: Flat, *, final: bool = False) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, *, final: bool = False) -> dict[str, float]:
         whole = final and not self._judged
         self._judged = self._judged or final
-        found: dict[str, float] = self._task.evaluate(model.unpacked(), final=whole)
+        found: dict[str, float] = self._task.evaluate(model, final=whole)
         return found
 
 
@@ -108,7 +77,7 @@ def task_of(config: RunConfig) -> Any:
     if key not in _tasks:
         _tasks[key] = make_task(config.task, config.options)
     task = _tasks[key]
-    return FlatTask(task, small_translate(task) if config.task == "translate" else None)
+    return OnceJudged(task, small_translate(task) if config.task == "translate" else None)
 
 
 def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
