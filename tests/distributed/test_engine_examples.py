@@ -97,7 +97,7 @@ def test_the_language_model_learns(pools):
 
 
 def test_the_gan_learns_with_two_optimizers(pools):
-    printed = pools(4).run(call_example, "gan", {"steps": 150})[0]
+    printed = pools(4).run(call_example, "gan", {"steps": 300})[0]
     assert number(printed, "the points lie") < 0.6  # about 1 at the start
 
 

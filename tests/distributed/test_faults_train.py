@@ -14,6 +14,7 @@ from gossamer import Checkpoints, GossamerError
 from gossamer.checkpoint.files import read_manifest
 from gossamer.cli import main
 from gossamer.jobs.elastic import _watch_over
+from gossamer.jobs.events import RunEvents
 from gossamer.lab import WorkerPool
 from gossamer.recipes.config import make_config
 
@@ -156,7 +157,11 @@ class Endings:
         self.started.append((rank, resume))
 
     def poll(self, seconds):
-        return [self.endings.pop(0)]
+        self.polled = self.endings.pop(0)
+        return [self.polled]
+
+    def current(self, rank):
+        return self.polled
 
 
 def ended(rank, **outcome):
@@ -167,7 +172,7 @@ def ended(rank, **outcome):
 def watched(tmp_path, pool, resume=False):
     messages = []
     config = make_config({"task": "vision", "method": "dadam:aer", "per_node": (2,), "on_failure": "continue"})
-    return _watch_over(pool, config, tmp_path, resume, messages.append), messages
+    return _watch_over(pool, config, tmp_path, resume, messages.append, RunEvents(tmp_path)), messages
 
 
 def test_the_outcome_is_that_of_the_worker_with_the_final_evaluation(tmp_path):

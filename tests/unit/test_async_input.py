@@ -65,7 +65,7 @@ def test_a_pair_gains_what_it_loses(algorithm, wire):
         ({"max_staleness": 0, "gaps": "fixed"}, "max_staleness=0 would keep all workers in step"),
         ({"max_staleness": -2}, "max_staleness must be an integer of at least 1, got -2"),
         ({"max_staleness": 1, "clock": "virtual"}, "the virtual clock fixes their pace"),
-        ({"every": 2}, "algorithm 'a2cid2' has no setting 'every'; it takes rate, "),
+        ({"every": 2}, "algorithm 'a2cid2' exchanges at random times and has no rounds, so every does not apply"),
         ({"staleness": 1}, "algorithm 'a2cid2' has no setting 'staleness'"),
         ({"average_every": 4}, "algorithm 'a2cid2' has no setting 'average_every'"),
         ({"guard": ConsensusGuard()}, "needs rounds"),

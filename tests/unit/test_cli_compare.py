@@ -103,8 +103,8 @@ class Recorded:
             content = {"config": config.model_dump(mode="json"), "method": config.method, "lr": config.lr}
             content |= {"metric": "loss", "higher_is_better": False}
             (folder / "config.json").write_text(json.dumps(content))
-            last = {"step": 1, "averaged": {"loss": self.losses[config.lr]}}
-            step = {"step": 1, "loss": 1.0, "units": 1, "bytes": 0.0}
+            last = {"step": 1, "seconds": 0.1, "averaged": {"loss": self.losses[config.lr]}}
+            step = {"step": 1, "seconds": 0.1, "loss": 1.0, "units": 1, "bytes": 0.0}
             (folder / "metrics-00000.jsonl").write_text(f"{json.dumps(step)}\n{json.dumps(last)}\n")
         return {}
 

@@ -102,7 +102,7 @@ def test_a_cluster_that_was_not_entered_is_an_error():
     [
         ("sys.platform", "darwin", "need Linux"),
         ("os.geteuid", lambda: 1000, "need root"),
-        ("_tool", lambda name: None, "`ip` and `tc`"),
+        ("find_tool", lambda name: None, "`ip` and `tc`"),
     ],
 )
 def test_the_reason_why_namespaces_are_unavailable(monkeypatch, target, value, words):

@@ -22,8 +22,8 @@ class ScalesWithReplicas(Protocol):
 class UsesSignal(Protocol):
     """An optimizer whose update depends on how much of a replica's gradient is signal, such as `GossipAdam`."""
 
-    def set_signal_shares(self, shares: Mapping[Tensor, float]) -> None:
-        """Set, by parameter, the share of the squared gradient that all replicas have in common."""
+    def set_signal_shares(self, shares: Mapping[Tensor, float | None]) -> None:
+        """Set, by parameter, the share of the squared gradient that all replicas share; None: it is not yet known."""
 
 
 @dataclass(frozen=True)

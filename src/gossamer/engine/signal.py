@@ -56,6 +56,7 @@ class SignalMeter:
         self._scale = sizes / self._counts.clamp(min=1)
         self._sample = torch.zeros(len(self._of))
         self._averaged = self._own = torch.zeros(len(self.parameters))  # running means: S + N/R and S + N
+        optimizer.set_signal_shares(dict.fromkeys(self.parameters))
 
     @classmethod
     def of(cls, parts: LaneParts, wait: Callable[[Job], None]) -> SignalMeter | None:

@@ -30,8 +30,8 @@ class GossipAdam(AdamBase):
         x ← x − α m̂ / (sqrt(V − (1 − 1/κ) σ²) + ε)
 
     `decentralize` measures the share s of the signal between the workers, for every parameter, and calls
-    `set_signal_shares`; then σ² = (1 − s) V. Where nothing is measured (elastic and asynchronous jobs, a single
-    process, the first steps) the replica's own gradients tell:
+    `set_signal_shares`; then σ² = (1 − s) V, and the first steps, before a measurement, are Adam's. Where nothing is
+    measured (elastic and asynchronous jobs, a single process) the replica's own gradients tell:
 
         q ← β2 q + (1 − β2) m̂²       Q = q / (1 − β2^t)            σ² = clamp((V − Q) / (1 − c), 0, V)
 
@@ -60,7 +60,7 @@ class GossipAdam(AdamBase):
     #     threshold for the first steps, and trains no better: benchmarks/records/optim/forms.md. With the constant,
     #     the first step is Adam's (Q = V) and the early steps err on the small side.
 
-    _shares: Mapping[Tensor, float] = MappingProxyType({})  # of the signal, where it is measured
+    _shares: Mapping[Tensor, float | None] = MappingProxyType({})  # of the signal, where it is measured
 
     def __init__(
         self,
@@ -104,13 +104,14 @@ class GossipAdam(AdamBase):
         _check_replicas(replicas)
         self._replicas = float(replicas)
 
-    def set_signal_shares(self, shares: Mapping[Tensor, float]) -> None:
+    def set_signal_shares(self, shares: Mapping[Tensor, float | None]) -> None:
         """Set, by parameter, the share of the squared gradient that is signal; `decentralize` calls this.
 
-        The shares describe the job, like the number of replicas, and are not a part of `state_dict()`.
+        None says that the share will be measured: until then the steps are Adam's. The shares describe the job, like
+        the number of replicas, and are not a part of `state_dict()`.
         """
         for share in shares.values():
-            if not 0 <= share <= 1:
+            if share is not None and not 0 <= share <= 1:
                 raise InputError(f"a share of the signal is {share!r}, but it is a part of the whole: pass 0 to 1.")
         self._shares = dict(shares)
 
@@ -132,10 +133,11 @@ class GossipAdam(AdamBase):
             beta1, beta2 = group["betas"]
             for param in group["params"]:
                 state = self.state.get(param, {})
-                if param in self._shares and "exp_avg_sq" in state:
+                share = self._shares.get(param)
+                if share is not None and "exp_avg_sq" in state:
                     mean_sq = _total(state["exp_avg_sq"]) / (1 - beta2 ** int(state["step"]))
                     total += mean_sq
-                    noise += (1 - self._shares[param]) * mean_sq
+                    noise += (1 - share) * mean_sq
                     continue
                 if "signal_sq" not in state or beta1 == 0:
                     continue
@@ -215,7 +217,8 @@ class GossipAdam(AdamBase):
         together: dict[int, Members] = {}
         for param, state in members:
             share = self._shares[param]
-            together.setdefault(round(8 * math.log2(share + (1 - share) / kappa)), []).append((param, state))
+            factor = 1.0 if share is None else share + (1 - share) / kappa
+            together.setdefault(round(8 * math.log2(factor)), []).append((param, state))
         for eighths, part in together.items():
             root = 2 ** (eighths / 16)
             scaled = {**group, "lr": group["lr"] / root, "eps": group["eps"] / root}
