@@ -130,6 +130,7 @@ def saved_by_accelerate(rank, decentralize, folder):
             mean = copy.deepcopy(model.state_dict())
             accelerator.save_model(model, folder / "model")
             accelerator.save_state(folder / "state")
+        accelerator.wait_for_everyone()  # worker 0 writes the model
         train()
         accelerator.load_state(folder / "state")
         loaded = copy.deepcopy(model.state_dict())
