@@ -6,7 +6,7 @@ Each communication thread has a stream and buffers of its own, so copies overlap
 Note [When a staged message is safe]: the stream of a thread waits for the event of the launch, so it reads parameters
 as they were launched. Bytes are sent after the event behind their copy to the host has been seen. A receive buffer is
 reused after the event behind its copy to the device has been seen. A job is done after the event behind its last
-operation has been seen, so whoever waited for it may read the result on any stream, and no stream still reads the
+operation has been seen, so a caller that waited for it may read the result on any stream, and no stream still reads the
 parameters. An error ends a job in the same way.
 """
 
