@@ -8,8 +8,8 @@ squares), and so each parameter's share of the signal, S / (S + N). An optimizer
 Note [Why the signal is measured between workers]
     A worker could compare its gradients of different steps: noise is new in every step, and signal stays. But at the
     learning rates that all-reduce likes, the signal itself changes its direction from step to step, and a worker by
-    itself takes it for noise. Its steps are then too large exactly where training is least stable: in a language model
-    the second moment came out three times too small. See docs/choosing.md, "Where gossip is behind".
+    itself takes it for noise. Its steps are then too large exactly where training is least stable:
+    benchmarks/quality_causes.py shows it. See docs/choosing.md, "Where gossip is behind".
 """
 
 from __future__ import annotations
