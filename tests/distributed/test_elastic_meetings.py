@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 import gossamer
 from elastic import Worker, finish, job, until
@@ -236,3 +237,21 @@ def test_a_worker_that_joins_at_a_step_at_which_all_meet_is_not_behind(monkeypat
     assert replacement.meetings, "it came to the next one"
     assert all(step == steps for step, steps, _ in [*workers[0].meetings, *replacement.meetings])
     assert workers[0].meetings[-1] == replacement.meetings[-1] == (40, 40, 3)
+
+
+def test_a_worker_that_leaves_at_once_waits_until_slower_founders_have_their_initial_state(monkeypatch):
+    leaving, broadcast = threading.Semaphore(0), StateTransfer.broadcast
+
+    def late(self, members, record):
+        if members.rank == 2:
+            assert leaving.acquire(timeout=60)
+            assert leaving.acquire(timeout=60)
+        return broadcast(self, members, record)
+
+    monkeypatch.setattr(StateTransfer, "broadcast", late)
+    with job(monkeypatch, 3, topology="ring") as made:
+        workers = made.all(0, lambda gossip: leaving.release())
+        finish(workers)
+    expected, *others = [torch.cat([p.flatten() for p in worker.model.parameters()]) for worker in workers]
+    for values in others:
+        torch.testing.assert_close(values, expected, rtol=0, atol=0)

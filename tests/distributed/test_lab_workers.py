@@ -255,14 +255,31 @@ def test_verbose_prefixes_the_rank(capfd):
     assert sorted(capfd.readouterr().err.splitlines()) == ["[worker 0] hello 0", "[worker 1] hello 1"]
 
 
-def test_a_dead_fork_server_is_an_error_and_is_restarted():
+def kill_parent_and_wait(rank):
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_a_fork_server_that_dies_in_a_run_is_an_error_and_is_restarted():
     with WorkerPool(1) as pool:
         (child,) = pool.run(pid)
-        os.kill(pool.run(parent)[0], signal.SIGKILL)
-        assert gone(child)  # the kernel ends workers with their server
         with pytest.raises(WorkerFailed, match="worker 0 of 1 failed"):
-            pool.run(pid)
+            pool.run(kill_parent_and_wait)
+        assert gone(child)  # the kernel ends workers with their server
         assert pool.run(pid) != [child]
+
+
+def test_workers_that_died_since_the_last_run_are_replaced():
+    with WorkerPool(2) as pool:
+        first = pool.run(pid)
+        server = pool.run(parent)[0]
+        os.kill(first[0], signal.SIGKILL)
+        assert gone(first[0])
+        second = pool.run(pid)
+        os.kill(server, signal.SIGKILL)
+        assert gone(server)
+        third = pool.run(pid)
+        assert len({*first, *second, *third}) == 6
 
 
 def run_script(path: Path, text: str) -> subprocess.CompletedProcess[str]:

@@ -141,6 +141,7 @@ class ElasticCoordinator(Coordinator):
     def leave(self) -> None:
         """Tell the others that this worker leaves for good, so that nobody waits for it."""
         self._leaving = True
+        self._transfer.await_children(self.members)
         self.members.leave()
 
     # -- between steps ----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from gossamer.comm import PeerError
+from gossamer.comm import Deadline, PeerError
 from gossamer.comm.tcp import Ask, Membership, Record, Refused, send_state
 from gossamer.errors import GossamerError
 
@@ -51,6 +51,8 @@ class StateTransfer:
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], run: bytes, timeout: float):
         self._model, self._optimizers, self._run, self._timeout = model, list(optimizers), run, timeout
         self._initial: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # one copy for each child in the tree
+        self._children: list[int] = []  # in the tree
+        self._served: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry for each child that has its copy
         self._asked: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
 
     def broadcast(self, members: Membership, record: Record) -> Progress | None:
@@ -71,10 +73,20 @@ class StateTransfer:
                 self._load(data, optimizers=False)
             except (OSError, Refused):
                 progress, data = self._fetch(members)
-        for child in (2 * rank + 1, 2 * rank + 2):
-            if child < members.size:
-                self._initial.put(data)
+        self._children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < members.size]
+        for _ in self._children:
+            self._initial.put(data)
         return progress
+
+    def await_children(self, members: Membership) -> None:
+        """Wait until the children in the tree have the initial state, or are no longer members.
+
+        A worker that leaves right after the start of the job calls this first: a slower founder still needs it.
+        """
+        deadline = Deadline(DONATION)
+        while self._served.qsize() < sum(child in members.record.members for child in self._children):
+            if not deadline.sleep(0.02):
+                return
 
     def fetch(self, members: Membership) -> Progress:
         """Load a member's parameters, buffers and optimizer state, and return that member's progress."""
@@ -99,6 +111,7 @@ class StateTransfer:
             return
         with connection, suppress(queue.Empty, OSError):
             send_state(connection, self._run, self._initial.get(timeout=self._timeout))
+            self._served.put(None)
 
     def between_steps(self, progress: Callable[[], Progress]) -> None:
         """Send a copy of the state to the workers that asked for it. The training thread calls this after a step."""

@@ -51,9 +51,9 @@ class WorkerPool:
             results = pool.run(fn, 1, key=2)      # fn(rank, 1, key=2) on every worker; results by rank
 
     An exception in a worker raises WorkerFailed here, and the pool stays usable if all other workers return within
-    `grace` seconds. Otherwise (a worker died, or hangs) all workers are killed, and the next `run` starts new ones;
-    `setup(rank)` runs first on them. Every `run` has its own MASTER_PORT, so each function may make and destroy its
-    own process group. `stats` describes the last successful run.
+    `grace` seconds. Otherwise (a worker died, or hangs) all workers are killed, and the next `run` starts new ones, as
+    it does if a worker has died since the last one; `setup(rank)` runs first on them. Every `run` has its own
+    MASTER_PORT, so each function may make and destroy its own process group. `stats` describes the last successful run.
 
     One by one: each worker runs one function and ends, whatever happens to the others.
 
@@ -153,7 +153,9 @@ class WorkerPool:
         if self.running:
             raise InputError("this pool has workers that were started one by one; let them end, or kill() all")
         try:
-            if len(self._workers) < self.n or any(worker.single_call for worker in self._workers.values()):
+            for worker in self._workers.values():
+                worker.update()  # one may have died since the last run
+            if len(self._workers) < self.n or not all(worker.usable for worker in self._workers.values()):
                 self.kill()
                 self._start_all(limit)
             return self._call_all(fn, call, limit)

@@ -83,6 +83,12 @@ class Worker:
         """Whether the process has ended and was reaped."""
         return self.exit_code is not None
 
+    @property
+    def usable(self) -> bool:
+        """Whether an idle worker can run another call."""
+        hung_up = self._channel.closed or self._channel.poll()  # an idle worker sends nothing but the end of the stream
+        return not (self.gone or self.single_call or hung_up)
+
     def call(self, call: bytes, env: dict[str, str]) -> None:
         """Run a call (see `pickle_call`) after setting the environment variables `env`."""
         self.ended, self.ending, self.value, self.why, self.error = None, None, None, "", None
