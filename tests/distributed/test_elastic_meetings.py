@@ -244,8 +244,8 @@ def test_a_worker_that_leaves_at_once_waits_until_slower_founders_have_their_ini
 
     def late(self, members, record):
         if members.rank == 2:
-            assert leaving.acquire(timeout=60)
-            assert leaving.acquire(timeout=60)
+            assert leaving.acquire(timeout=60)  # a worker is about to leave
+            assert leaving.acquire(timeout=60)  # a worker is about to leave
         return broadcast(self, members, record)
 
     monkeypatch.setattr(StateTransfer, "broadcast", late)
