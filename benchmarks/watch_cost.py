@@ -4,7 +4,7 @@ The workers are virtual, so that training and the page's server share one proces
 costliest case: with real workers the server is in the launcher, which does not train. The page is a process that asks
 as the page's script does; it is stopped in every other block of steps. The difference of the blocks is noisy on a busy
 machine, so the CPU time of the answers, and of what the workers note once a second, is also added up directly.
-Run: python benchmarks/watch_cost.py
+Run: python benchmarks/watch_cost.py --out benchmarks/records/watch-cost
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from gossamer.report.record import environment, write_record
 
 ASK = """
 import json, sys, time, urllib.request
@@ -96,6 +98,7 @@ def measure(workers: int, steps: int, block: int, per_node: int) -> dict[str, An
     return {
         "workers": workers,
         "blocks": len(with_page) + len(without),
+        "samples_ms": {"without": without, "with": with_page},
         "cpu_ms_per_step_without": median_without,
         "cpu_ms_per_step_with": median_with,
         "difference_percent": 100 * (median_with / median_without - 1),
@@ -114,5 +117,18 @@ if __name__ == "__main__":
     parser.add_argument("--per-node", type=int, default=4)
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--block", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="folder of the record")
     given = parser.parse_args()
-    print(json.dumps(measure(given.workers, given.steps, given.block, given.per_node), indent=1))
+    before = environment()
+    found = measure(given.workers, given.steps, given.block, given.per_node)
+    print(json.dumps({name: value for name, value in found.items() if name != "samples_ms"}, indent=1))
+    if given.out:
+        text = (
+            f"{found['workers']} virtual workers, a page that asks once a second. CPU time per step: "
+            f"{found['cpu_ms_per_step_without']:.2f} ms without a page, {found['cpu_ms_per_step_with']:.2f} with one "
+            f"({found['difference_percent']:+.2f} %, standard error {found['standard_error_percent']:.2f} %). Added up "
+            f"directly: {found['cpu_ms_per_answer']:.2f} ms for an answer, {found['answers_percent_of_a_core']:.2f} % "
+            f"of a core at one answer a second, {found['cpu_ms_once']:.0f} ms once for the picture of the topology; "
+            f"what the workers note costs {found['notes_percent_of_a_core']:.3f} %."
+        )
+        write_record(given.out, data=found, summary=text, environment=before)

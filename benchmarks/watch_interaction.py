@@ -1,18 +1,18 @@
 """How long the live page takes to answer: from an input to the next painted picture, in Chromium.
 
 The run has 64 virtual workers, 300 states and all charts. Needs chromium and the package playwright.
-Run: PYTHONPATH=tests python benchmarks/watch_interaction.py
+Run: PYTHONPATH=tests python benchmarks/watch_interaction.py --out benchmarks/records/watch-interaction
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from pathlib import Path
 
 from browser import driven
+from gossamer.report.record import environment, write_record
 from gossamer.report.watch.server import serve
 from watch_files import append, virtual_rows, write_config
 
@@ -31,8 +31,8 @@ MEASURE = """([code, count]) => new Promise((done) => {
 })"""
 
 
-def measure(workers: int, times: int) -> dict[str, dict[str, float]]:
-    """Return median and longest milliseconds of each input."""
+def measure(workers: int, times: int) -> dict[str, list[float]]:
+    """Return the milliseconds of each input."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder)
         write_config(run, [8] * (workers // 8), 750, virtual=True)
@@ -43,8 +43,7 @@ def measure(workers: int, times: int) -> dict[str, dict[str, float]]:
             page.wait_for_function("frames.length > 250")
             found = {}
             for name, code in INPUTS.items():
-                taken = [page.evaluate(MEASURE, [code, k]) for k in range(times)]
-                found[name] = {"median_ms": round(statistics.median(taken), 1), "longest_ms": round(max(taken), 1)}
+                found[name] = [round(page.evaluate(MEASURE, [code, k]), 1) for k in range(times)]
             return found
 
 
@@ -52,5 +51,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--times", type=int, default=40)
+    parser.add_argument("--out", type=Path, help="folder of the record")
     given = parser.parse_args()
-    print(json.dumps(measure(given.workers, given.times), indent=1))
+    before = environment()
+    samples = measure(given.workers, given.times)
+    lines = ["| input | median, ms | longest, ms |", "|---|---|---|"]
+    lines += [f"| {name} | {statistics.median(ms):.1f} | {max(ms):.1f} |" for name, ms in samples.items()]
+    print("\n".join(lines))
+    if given.out:
+        note = f"{given.workers} workers, 300 states, Chromium, {given.times} times each."
+        write_record(given.out, data={"samples_ms": samples}, summary="\n".join(lines), note=note, environment=before)
