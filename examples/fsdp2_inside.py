@@ -22,6 +22,7 @@ import gossamer
 
 
 def network() -> nn.Sequential:
+    torch.manual_seed(0)
     blocks = [nn.TransformerEncoderLayer(32, 2, 128, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)]
     return nn.Sequential(nn.Embedding(16, 32), *blocks, nn.Flatten(), nn.Linear(8 * 32, 16))
 
@@ -39,12 +40,10 @@ def main(steps: int, per_node: int, out: Path, resume: bool) -> None:
     if per_node < int(os.environ["LOCAL_WORLD_SIZE"]):  # several nodes on one machine, to try this out
         os.environ["GOSSAMER_NODE"] = f"node-{rank // per_node}"
     mesh = init_device_mesh("cpu", (nodes, per_node), mesh_dim_names=("replicate", "shard"))
-    torch.manual_seed(0)
     for part in (*(model := network())[1:-2], model):
         fully_shard(part, mesh=mesh["shard"])
     optimizer = gossamer.GossipAdamW(model.parameters(), lr=3e-3)
     gossip = gossamer.decentralize(model, optimizer, topology="aer")  # between the nodes
-
     node = out / f"node-{mesh.get_local_rank('replicate')}"  # each node has its own model and optimizer,
     mine = node / f"gossip-{mesh.get_local_rank('shard')}.pt"  # each worker its own gossip state
     where = {"checkpoint_id": node, "process_group": mesh["shard"].get_group()}

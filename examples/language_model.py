@@ -48,7 +48,6 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def main(text: Path | None, steps: int) -> None:
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     torch.manual_seed(0)
     content = sums(5000) if text is None else text.read_text(encoding="utf-8")
     letters = sorted(set(content))
@@ -58,7 +57,7 @@ def main(text: Path | None, steps: int) -> None:
     optimizer = gossamer.GossipAdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=max(1, steps // 10))
     gossip = gossamer.decentralize(model, optimizer, topology="aer")  # instead of DDP(model)
-    mine = torch.Generator().manual_seed(rank)  # every worker reads its own windows of the text
+    mine = torch.Generator().manual_seed(dist.get_rank())  # every worker reads its own windows of the text
     for _ in range(steps):
         loss_of(model, *windows(train, 16, mine)).backward()
         gossip.clip_grad_norm_(1.0)  # the threshold that suits all-reduce
@@ -67,7 +66,7 @@ def main(text: Path | None, steps: int) -> None:
         optimizer.zero_grad()
     with gossip.averaged(), torch.no_grad():
         loss = loss_of(model, *windows(test, 64, torch.Generator().manual_seed(0)))
-    if rank == 0:
+    if dist.get_rank() == 0:
         print(f"{steps} steps on {gossip.replicas} replicas: test loss {loss:.3f} nats per letter", flush=True)
     gossip.close()
     dist.destroy_process_group()
