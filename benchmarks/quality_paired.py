@@ -55,6 +55,8 @@ SETTINGS: Settings = {
     "gossipadam:aer, clipped at √replicas times the threshold": corrected(clipping="√replicas"),
     "gossipadam:aer, clipped at the threshold": corrected(clipping="threshold"),
     "gossipadam:aer, discount 2": corrected(discount=2.0),
+    "gossipadam:aer inside, discount 2": corrected(discount=2.0, **INSIDE),
+    "gossipadam:exp inside, discount 2": corrected("exp", discount=2.0, **INSIDE),
     "all-reduce, GossipAdam, discount 2": {"method": "ddp", "optimizer": "gossipadam", "discount": 2.0},
     "gossipadam:aer, atc": corrected(combine="atc"),
     "gossipadam:complete": corrected("complete"),

@@ -96,7 +96,8 @@ def measure(pool: WorkerPool, setup: Setup, row: Row, link: int) -> dict[str, An
     warmup = LOCAL if row.options().get("every") == LOCAL else max(warmup, row.fragments)
     table = setup.table(warmup + steps, 0)
     columns = tuple(tuple(map(float, column)) for column in table.T)
-    bucket_mb = 0.5 if row.gossips else None  # at least one bucket in every fragment
+    # as many buckets as phases, or one in every fragment
+    bucket_mb = None if not row.gossips else 0.96 if row.fragments == 1 else 0.49
     run = MethodRun(
         parse(row.method),
         setup,

@@ -8,17 +8,21 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from workers import QUICK_NAMES
+
+from gossamer.lab.workers.placement import Node, reserved_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def torchrun(workers: int, script: str, *arguments: str) -> str:
+def torchrun(workers: int, script: str, *arguments: str, launcher: Sequence[str] = ("--standalone",)) -> str:
     """What the example prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(workers), *launcher]
     done = subprocess.run(
         [*command, str(EXAMPLES / script), *arguments],
         capture_output=True,
@@ -138,8 +142,22 @@ def test_an_elastic_job_replaces_a_killed_worker():
     assert int(ended["0"]) >= 100  # it joined where the others were
 
 
+@pytest.mark.parametrize("rendezvous", ["--rdzv-backend=static", "--standalone"])
+def test_a_job_that_torchrun_restarts_continues_from_its_checkpoint(rendezvous, tmp_path):
+    with reserved_port(Node()) as port:
+        launcher = [
+            rendezvous,
+            "--max-restarts",
+            "1",
+            *(["--master-port", str(port)] if "static" in rendezvous else []),
+        ]
+        options = ["--steps", "20", "--every", "5", "--fail-at", "12", "--folder", str(tmp_path)]
+        printed = torchrun(2, "restarts.py", *options, launcher=launcher)
+    assert "attempt 2: steps 10 to 20" in printed
+
+
 def test_examples_are_short_and_described():
     for path in EXAMPLES.glob("*.py"):
         text = path.read_text()
-        assert text.count("\n") <= 80, path.name
+        assert text.count("\n") < 80, path.name
         assert f"examples/{path.name}" in text.split('"""')[1], path.name

@@ -52,8 +52,16 @@ def existing() -> set[str]:
     return {p.name for p in NETNS.iterdir()} if NETNS.is_dir() else set()
 
 
+def congestion_control(rank: int) -> str:
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+
+
 class TestNamespaces:
     pytestmark = lab
+
+    def test_congestion_control_is_that_of_linux_whatever_the_host_uses(self):
+        with LabCluster(2, 1, check=False) as cluster, cluster.pool() as pool:
+            assert pool.run(congestion_control) == ["cubic", "cubic"]
 
     def test_bandwidth_is_as_requested_and_no_packet_is_dropped(self):
         with LabCluster(3, 1, link="40mbit", links={(0, 2): "10mbit", (1, 2): "80mbit"}) as cluster:

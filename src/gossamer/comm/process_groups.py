@@ -82,8 +82,13 @@ def rank_and_size(without_group: bool = False) -> tuple[int, int]:
 
 
 def default_store() -> Store:
-    """The store that the default process group was made with."""
-    return dist.distributed_c10d._get_default_store()
+    """The store that the default process group was made with.
+
+    torchrun's static rendezvous has one store for all its restarts, so every restart has keys of its own.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return store if restarts == "0" else PrefixStore(f"gossamer/restart-{restarts}", store)
 
 
 @lru_cache(maxsize=1)

@@ -26,6 +26,11 @@ DEVICE = "lab0"  # the interface of a node, with the same name in every namespac
 BRIDGE = "br0"  # joins the nodes, in its own namespace and with its own address
 DISABLED, FORWARDING = 0, 3  # states of a port of the bridge; a disabled port drops packets silently
 NETNS = Path("/var/run/netns")
+# Linux's default. A namespace would inherit the host's choice, and results would depend on it: under bbr, for example,
+# two workers that send to each other get unequal shares of a slow link.
+CONGESTION_CONTROL = "cubic"
+AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+CHOSEN = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 CLONE_NEWNET = 0x40000000
 _serial = itertools.count()
 
@@ -132,6 +137,8 @@ class Namespaces:
             ]
             _batch("ip", name, inside)
             _batch("tc", name, shape(DEVICE, self.links.default, self.links.of(node), "dst"))
+            if CONGESTION_CONTROL in AVAILABLE.read_text().split():
+                _run([_need("ip"), "netns", "exec", name, "tee", str(CHOSEN)], CONGESTION_CONTROL)
 
     def cut(self, node: int, *, silently: bool) -> None:
         """Cut a node off from the others: its link goes down, or (silently) all its packets are lost."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from gossamer.comm.deadline import Deadline
+from gossamer.comm.process_groups import default_store
 from gossamer.comm.tcp.keeper import Keeper
 from gossamer.comm.transport import PeerError
 from gossamer.errors import GossamerError, InputError
@@ -118,7 +119,7 @@ class DirectoryClient:
     def of_job(cls, rank: int, timeout: float) -> DirectoryClient:
         """Connect to the directory of the job that this process belongs to."""
         if "GOSSAMER_DIRECTORY" not in os.environ and dist.is_available() and dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
+            store = default_store()
             return cls(lambda _: store.clone(), timeout)  # type: ignore[attr-defined]
         name, port = directory_address()
         external = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or "GOSSAMER_DIRECTORY" in os.environ
