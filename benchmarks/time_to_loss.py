@@ -5,7 +5,11 @@
 Real gradients and data, links and compute time of an emulated cluster. All methods train at the best learning rate of
 the first one, which is all-reduce's, from a short search without sleeps and links (which do not change what synchronous
 methods learn, only when). The target is the first method's final loss, seed by seed. `NAME inside` averages gradients
-exactly inside nodes.
+exactly inside nodes, `NAME f=4` exchanges one of 4 fragments of the model per step. localsgd and diloco are torchft's,
+with an all-reduce every 8 steps. Thin links, 10 Mbit/s:
+
+    python benchmarks/time_to_loss.py --methods "ddp,diloco,gossipadam:aer,gossipadam:aer:int8 f=2" --steps 200 \\
+        --seeds 0 1 --out benchmarks/records/time-to-loss-thin
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import Any, Literal
 from gossamer.lab import CpuMeter, LabCluster
 from gossamer.lab.bench.setup import Setup
 from gossamer.lab.bench.time_to_loss import LearningRun, curve, learn, time_to
-from gossamer.predict.methods import Method, parse_list
+from gossamer.predict.methods import DILOCO_LR, DILOCO_MOMENTUM, Method, parse_list
 from gossamer.report.plots import draw_loss
 from gossamer.report.record import environment, write_record
 from quality_tables import figure_of
@@ -34,13 +38,20 @@ class Contestant:
     method: Method
     gradients: Literal["worker", "node"]
     bucket_mb: float | None
+    options: dict[str, Any]
 
     @classmethod
     def of(cls, text: str, ddp_bucket_mb: float, bucket_mb: float | None) -> Contestant:
-        method, _, inside = text.strip().partition(" ")
+        method, *words = text.split()
         (parsed,) = parse_list(method)
         size = ddp_bucket_mb if parsed.algorithm == "ddp" else bucket_mb
-        return cls(text.strip(), parsed, "node" if inside == "inside" else "worker", size)
+        fragments = [int(word[2:]) for word in words if word.startswith("f=")]
+        options: dict[str, Any] = {"fragments": fragments[0]} if fragments else {}
+        if parsed.algorithm == "local":
+            options = {"every": parsed.local_steps(1)}
+        if parsed.name == "diloco":
+            options |= {"lr": DILOCO_LR, "momentum": DILOCO_MOMENTUM}
+        return cls(text.strip(), parsed, "node" if "inside" in words else "worker", size, options)
 
 
 def best_rate(method: Method, setup: Setup, args: argparse.Namespace) -> tuple[float, list[dict[str, Any]]]:
@@ -85,7 +96,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             columns = tuple(tuple(map(float, column)) for column in setup.table(args.steps, seed).T)
             for one in contestants:
                 lesson = LearningRun(
-                    one.method, lr, columns, args.width, args.batch, seed, one.bucket_mb, gradients=one.gradients
+                    one.method,
+                    lr,
+                    columns,
+                    args.width,
+                    args.batch,
+                    seed,
+                    one.bucket_mb,
+                    gradients=one.gradients,
+                    options=one.options,
                 )
                 with CpuMeter() as cpu:
                     told = pool.run(learn, lesson)

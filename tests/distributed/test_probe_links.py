@@ -34,6 +34,7 @@ def test_probe_measures_every_link(tmp_path, capsys):
     assert {"adam", "gossipadam"} <= set(costs.update_gb_per_s)
     assert costs.step_us > 0
     assert cluster.links.inter.by_size
+    assert 0 < cluster.links.inter.shared <= 1
     assert out.read_text().startswith("# compute is a guess")
     assert advise(cluster, steps=20).notes
 

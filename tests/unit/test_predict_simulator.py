@@ -168,6 +168,13 @@ def test_bytes_over_bandwidth():
     assert step("dadam:ring", one) == pytest.approx((0.1 + 0.8) / 2, rel=0.01)
 
 
+def test_exchanges_that_share_a_link_use_the_measured_part_of_it():
+    links = {"inter": {"bandwidth_gbps": 0.08, "shared": 0.8}, "intra": {"bandwidth_gbps": 80}}
+    assert step("dadam:aer", ExchangePolicy(buckets=4), links=links) == pytest.approx(0.2 / 0.8, rel=0.02)
+    assert step("dadam:aer", ExchangePolicy(buckets=4, in_flight=1), links=links) > 0.2 / 0.8 - 1e-9
+    assert step("ddp", None, links=links) == step("ddp", None)
+
+
 def test_wire_scales_what_crosses_nodes():
     one = ExchangePolicy(buckets=1, stagger=False)
     assert step("dadam:complete:bf16", one) < step("dadam:complete", one)

@@ -2,7 +2,9 @@
 
 Pairs of nodes are measured in the rounds of a tournament, disjoint pairs at the same time. Between two nodes, one
 connection is measured first and then the connections of all their workers together, which shows the capacity of the
-nodes' network interfaces. Inside a node, all its pairs of workers are measured together.
+nodes' network interfaces. Inside a node, all its pairs of workers are measured together. At last all nodes exchange
+with two others at the same time, as gossip does: connections that share an interface, and begin after a pause, do not
+use all of it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import itertools
 import json
 import os
 import statistics
+import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,6 +26,7 @@ from gossamer.comm.gloo import Edge, GlooTransport
 from gossamer.comm.launcher import layout_of, node_name
 from gossamer.comm.process_groups import PrefixStore, default_store, rank_and_size, worker_group
 from gossamer.comm.transport import clock
+from gossamer.topology import Layout
 
 PINGS = 30
 FIRST_BYTES = 2**16
@@ -30,6 +34,7 @@ MOST_BYTES = 2**28
 ALLREDUCE_BYTES = tuple(2**e for e in range(14, 27, 2))
 SIZES = (2**12, 2**14, 2**16, 2**18, 2**20)  # bytes of single messages
 LONG = 0.1  # seconds; larger messages are not timed once one takes this long
+PAUSE = 0.3  # seconds without traffic after which TCP begins anew to find out how fast it may send
 _calls = itertools.count()  # all workers probe equally often
 
 
@@ -63,6 +68,7 @@ class Links:
     intra: tuple[LinkSample, ...]
     inter: tuple[LinkSample, ...]
     allreduce: AllReduce | None
+    shared: float  # part of the nodes' bandwidth that exchanges with two other nodes at a time reach
     processing: dict[str, Any]  # see Processing: the slowest worker's
     cores: tuple[float, ...]  # of each node
 
@@ -137,6 +143,7 @@ def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
             sit_out(f"round-{at}")
         else:
             measure(*mine, f"round-{at}")
+    shared = _shared(transport, layout, rank, samples, seconds) if layout.nodes > 1 else 1.0
     allreduce = _allreduce(seconds) if size > 1 else None
     own = probe_processing(lambda name: transport.share(f"meet/{name}", "")).to_dict()
     said = transport.share("samples", json.dumps([samples, own, usable_cores()]))
@@ -149,6 +156,7 @@ def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
         tuple(s for s in found if s.nodes[0] == s.nodes[1]),
         tuple(sorted((s for s in found if s.nodes[0] != s.nodes[1]), key=lambda s: s.nodes)),
         allreduce,
+        shared,
         _slowest([p for _, p, _ in gathered]),
         cores,
     )
@@ -229,6 +237,39 @@ def _swap(edge: Edge, nbytes: int) -> float:
     for work in (edge.recv(back, 3), edge.send(there, 3)):
         work.wait(timedelta(seconds=300))
     return clock() - start
+
+
+def _shared(
+    transport: GlooTransport, layout: Layout, rank: int, samples: list[dict[str, Any]], seconds: float
+) -> float:
+    """The part of the bandwidth that is reached while every node exchanges with the next and the previous one.
+
+    With more than two nodes a pause goes before each exchange, because gossip uses a connection only in some rounds.
+    """
+    said = [json.loads(t) for t in transport.share("shared/links", json.dumps(samples))]
+    rates = [s["link_bytes_per_s"] for own in said for s in own if s["nodes"][0] != s["nodes"][1]]
+    node, flows = layout.node[rank], min(layout.per_node)
+    index = layout.members[node].index(rank)
+    size = int(min(rates) * seconds / (2 * flows)) + 1
+    peers = [layout.members[(node + way) % layout.nodes][index] for way in (1, -1)] if index < flows else []
+    took = []
+    for turn in range(4):
+        elapsed = 0.0
+        if layout.nodes > 2:
+            time.sleep(PAUSE)
+        transport.share(f"shared/begin-{turn}", "")
+        if peers:
+            here, there = torch.zeros(2, size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+            start = clock()
+            # messages to the next node have tag 5: with two nodes both go to the same worker
+            works = [transport.edge(p).recv(here[way], 6 - way) for way, p in enumerate(peers)]
+            works += [transport.edge(p).send(there, 5 + way) for way, p in enumerate(peers)]
+            for work in works:
+                work.wait(timedelta(seconds=300))
+            elapsed = clock() - start
+        took.append(max(float(t) for t in transport.share(f"shared/end-{turn}", repr(elapsed))))
+    ideal = 2 * flows * size / float(min(rates))
+    return min(1.0, ideal / statistics.median(took[1:]))  # the first one connects
 
 
 def _allreduce(seconds: float) -> AllReduce:

@@ -55,6 +55,8 @@ class LinkSpec(_Part):
     flow_gbps: Gbps | None = None
     by_size: tuple[tuple[float, float], ...] = ()
     """Measured single messages: bytes and seconds, by size."""
+    shared: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The part of the bandwidth that a node's exchanges with several nodes at the same time reach together."""
 
     @model_validator(mode="after")
     def _plausible(self) -> Self:

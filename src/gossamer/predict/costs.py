@@ -255,7 +255,7 @@ class ClusterCosts:
                 slowest, fastest = self._bandwidth(node[w], nodes)
                 flow = self.cluster.links.between.flow_bytes_per_second * flows[key] * self.inside
                 least = max(size / max(1, len(nodes) - 1) / slowest, size / flow)
-                rows.append((node[w], w, size / fastest, least))
+                rows.append((node[w], w, size / fastest / self.cluster.links.between.shared, least))
         if not rows:
             return NO_JOBS
         table = np.array(rows)

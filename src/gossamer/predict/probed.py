@@ -38,7 +38,7 @@ def cluster_from_probe(links: Mapping[str, Any], compute: Mapping[str, Any], mod
         "name": "probed",
         "nodes": len(per_node),
         "per_node": per_node[0] if len(set(per_node)) == 1 else per_node,
-        "links": {"inter": _link(inter)} if inter else {},
+        "links": {"inter": {**_link(inter), "shared": round(links.get("shared", 1.0), 3)}} if inter else {},
         "compute": own,
         "model": {"mb": GUESS_MB, "source": "guess"} if size is None else {"mb": size},
     }
