@@ -3,11 +3,13 @@
     python benchmarks/predict_validation.py                       # resumes; about an hour on two quiet cores
     python benchmarks/predict_validation.py --only 1,4 --out DIR  # some settings
     python benchmarks/predict_validation.py --finished            # writes the record from the rows so far
+    python benchmarks/predict_validation.py --finished --again    # the same, predicted anew from the stored probes
 
 The settings were drawn by a seed (`benchmarks/predict_settings.py`) and committed before the cost model was measured
 or fitted. On every setting the lab is probed as `gossamer probe` does, the emulated step is measured without
 communication, every row is predicted from that, and then all rows are measured in turn, twice. Results are appended to
-`rows.jsonl` as they come, and a setting that is there is not repeated.
+`rows.jsonl` as they come, and a setting that is there is not repeated. The probes are stored too, so that a later model
+can be judged by the same measurements (`--again`).
 
 Rules, fixed before the first run:
 - The measured time of a row is the mean of its repeats; its spread is (largest - smallest) / mean. A row with a spread
@@ -22,15 +24,18 @@ Rules, fixed before the first run:
 import argparse
 import json
 import statistics
+import tempfile
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from gossamer.jobs.probe import lab_worker
 from gossamer.lab.bench import Setup
-from gossamer.lab.bench.predicted import probe
+from gossamer.lab.bench.predicted import Probed, probe
 from gossamer.lab.bench.stats import step_seconds
 from gossamer.lab.bench.worker import MethodRun, work
 from gossamer.lab.workers import WorkerPool
@@ -76,21 +81,10 @@ def run_of(setup: Setup, row: dict[str, Any], steps: int) -> MethodRun:
 def measure(setting: dict[str, Any]) -> dict[str, Any]:
     """Probe, predict and measure one setting."""
     setup = setup_of(setting)
-    steps = min(12, max(5, round(3 / setup.compute)))
-    runs = [run_of(setup, row, steps) for row in setting["rows"]]
+    runs = [run_of(setup, row, steps_of(setup)) for row in setting["rows"]]
     with setup.cluster() as cluster, cluster.pool() as pool:
         probed = probe(setup, [r.method for r in runs], pool, lab_worker, SEED)
-        predicted = [
-            probed.step_seconds(
-                r.method,
-                bucket_mb=r.bucket_mb,
-                options=r.options,
-                gradients=r.gradients,
-                steps=WARMUP + steps,
-                seed=SEED,
-            )
-            for r in runs
-        ]
+        predicted = [predict(probed, run) for run in runs]
         samples: list[list[float]] = [[] for _ in runs]
         for _ in range(REPEATS):
             for at, run in enumerate(runs):
@@ -103,6 +97,36 @@ def measure(setting: dict[str, Any]) -> dict[str, Any]:
     ]
     where = {k: v for k, v in setting.items() if k != "rows"}
     return {**where, "rows": rows, "dropped": cluster.dropped, "probe": probed.links, "alone": dict(probed.alone)}
+
+
+def predict(probed: Probed, run: MethodRun) -> float:
+    """The step time for the compute times that the run has: over a few steps their mean is not that of the jitter."""
+    setup = probed.setup
+    with tempfile.TemporaryDirectory() as folder:
+        if setup.jitter.startswith("lognormal"):
+            times, drawn = Path(folder) / "times.json", np.array(run.seconds_of).T[run.warmup :]
+            times.write_text(json.dumps(drawn.tolist()))
+            setup = replace(setup, jitter=f"replay:{times}", compute=float(drawn.mean()))
+        return replace(probed, setup=setup).step_seconds(
+            run.method,
+            bucket_mb=run.bucket_mb,
+            options=run.options,
+            gradients=run.gradients,
+            steps=run.warmup + run.steps,
+            seed=SEED,
+        )
+
+
+def again(found: dict[str, Any]) -> dict[str, Any]:
+    """The setting with predictions by the present model, from the stored probe."""
+    setup = setup_of(found)
+    probed = Probed(setup, found["probe"], found["alone"])
+    rows = [{**row, "predicted": predict(probed, run_of(setup, row, steps_of(setup)))} for row in found["rows"]]
+    return {**found, "rows": rows}
+
+
+def steps_of(setup: Setup) -> int:
+    return min(12, max(5, round(3 / setup.compute)))
 
 
 def timed(pool: WorkerPool, run: MethodRun) -> float:
@@ -203,6 +227,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RECORD, help="folder of rows.jsonl and of the record")
     parser.add_argument("--only", help="indices of settings, separated by commas")
     parser.add_argument("--finished", action="store_true", help="measure nothing; write the record")
+    parser.add_argument("--again", action="store_true", help="predict anew from the stored probes")
     parser.add_argument("--note", default="")
     args = parser.parse_args()
     console, before = Console(emoji=False, soft_wrap=True), environment()
@@ -220,6 +245,8 @@ def main() -> None:
         with raw.open("a") as file:
             file.write(json.dumps(found) + "\n")
         console.print(judged([found])[1], markup=False)
+    if args.again:
+        done = [again(found) for found in done]
     data, table = judged(done)
     console.print(table, markup=False)
     if args.finished:
