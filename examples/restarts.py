@@ -17,8 +17,11 @@ import gossamer
 
 
 def main(steps: int, every: int, fail_at: int, folder: Path) -> None:
-    dist.init_process_group("gloo")
-    rank, attempt = dist.get_rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    store, rank, workers = next(
+        dist.rendezvous("env://")
+    )  # it outlives an attempt: separate their keys
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=workers)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 1))
     optimizer = gossamer.GossipAdamW(model.parameters(), lr=1e-2)
@@ -33,7 +36,7 @@ def main(steps: int, every: int, fail_at: int, folder: Path) -> None:
         optimizer.zero_grad()
         if (step + 1) % every == 0:
             checkpoints.save(gossip, model, optimizer)
-        if step + 1 == fail_at and attempt == 0 and rank == dist.get_world_size() - 1:
+        if step + 1 == fail_at and attempt == 0 and rank == workers - 1:
             checkpoints.wait()
             os.kill(os.getpid(), signal.SIGKILL)
     checkpoints.wait()
