@@ -18,9 +18,7 @@ import gossamer
 
 def main(steps: int, every: int, fail_at: int, folder: Path) -> None:
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    store, rank, workers = next(
-        dist.rendezvous("env://")
-    )  # it outlives an attempt: separate their keys
+    store, rank, workers = next(dist.rendezvous("env://"))  # it outlives an attempt: separate their keys
     dist.init_process_group("gloo", store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=workers)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 1))
