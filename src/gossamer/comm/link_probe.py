@@ -31,6 +31,7 @@ from gossamer.topology import Layout
 PINGS = 30
 FIRST_BYTES = 2**16
 MOST_BYTES = 2**28
+MOST_SHARED = 2**26  # bytes of a message while all workers exchange: each of them has three
 ALLREDUCE_BYTES = tuple(2**e for e in range(14, 27, 2))
 SIZES = (2**12, 2**14, 2**16, 2**18, 2**20)  # bytes of single messages
 LONG = 0.1  # seconds; larger messages are not timed once one takes this long
@@ -250,7 +251,7 @@ def _shared(
     rates = [s["link_bytes_per_s"] for own in said for s in own if s["nodes"][0] != s["nodes"][1]]
     node, flows = layout.node[rank], min(layout.per_node)
     index = layout.members[node].index(rank)
-    size = int(min(rates) * seconds / (2 * flows)) + 1
+    size = min(MOST_SHARED, int(min(rates) * seconds / (2 * flows)) + 1)
     peers = [layout.members[(node + way) % layout.nodes][index] for way in (1, -1)] if index < flows else []
     took = []
     for turn in range(4):

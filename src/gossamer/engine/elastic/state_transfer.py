@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from gossamer.comm import Deadline, PeerError
-from gossamer.comm.tcp import Ask, Membership, Record, Refused, send_state
+from gossamer.comm.tcp import Ask, Member, Membership, Record, Refused, send_state
 from gossamer.errors import GossamerError
 
 DONATION = 30.0  # seconds in which a donor must finish its step and send its state
@@ -51,7 +51,7 @@ class StateTransfer:
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], run: bytes, timeout: float):
         self._model, self._optimizers, self._run, self._timeout = model, list(optimizers), run, timeout
         self._initial: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # one copy for each child in the tree
-        self._children: list[int] = []  # in the tree
+        self._children: dict[int, Member] = {}  # in the tree, by rank
         self._served: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry for each child that has its copy
         self._asked: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
 
@@ -73,9 +73,11 @@ class StateTransfer:
                 self._load(data, optimizers=False)
             except (OSError, Refused):
                 progress, data = self._fetch(members)
-        self._children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < members.size]
-        for _ in self._children:
-            self._initial.put(data)
+        children = (2 * rank + 1, 2 * rank + 2)
+        self._children = {child: record.members[child] for child in children if child in record.members}
+        for child in children:
+            if child < members.size:
+                self._initial.put(data)
         return progress
 
     def await_children(self, members: Membership) -> None:
@@ -84,7 +86,7 @@ class StateTransfer:
         A worker that leaves right after the start of the job calls this first: a slower founder still needs it.
         """
         deadline = Deadline(DONATION)
-        while self._served.qsize() < sum(child in members.record.members for child in self._children):
+        while self._served.qsize() < sum(members.record.members.get(r) == m for r, m in self._children.items()):
             if not deadline.sleep(0.02):
                 return
 
