@@ -16,6 +16,7 @@ import torch.distributed as dist
 from gossamer.lab import LabCluster, LabUnavailable, WorkerFailed, clean_up, why_unavailable
 from gossamer.lab import cluster as cluster_module
 from gossamer.lab.namespaces import NETNS, leftovers
+from gossamer.lab.shaping import address
 
 needs_namespaces = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 lab = [pytest.mark.requires_root, needs_namespaces]
@@ -53,7 +54,27 @@ def existing() -> set[str]:
 
 
 def congestion_control(rank: int) -> str:
-    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    """Connect worker 1 to worker 0, and return the algorithm of the own end of the connection."""
+    where = (address(0), 5000)
+    if rank == 0:
+        with socket.create_server(where) as server:
+            server.settimeout(60)
+            end = server.accept()[0]
+    else:
+        end = connected(where)
+    with end:
+        return end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+
+
+def connected(where: tuple[str, int]) -> socket.socket:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return socket.create_connection(where, timeout=60)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 class TestNamespaces:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.errors import GossamerError
-from gossamer.lab.shaping import HUB_ADDRESS, LinkRates, address, reshape, shape
+from gossamer.lab.shaping import HUB_ADDRESS, NETWORK, LinkRates, address, reshape, shape
 
 PREFIX = "gsm-"
 DEVICE = "lab0"  # the interface of a node, with the same name in every namespace
@@ -30,7 +30,6 @@ NETNS = Path("/var/run/netns")
 # two workers that send to each other get unequal shares of a slow link.
 CONGESTION_CONTROL = "cubic"
 AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
-CHOSEN = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 CLONE_NEWNET = 0x40000000
 _serial = itertools.count()
 
@@ -135,10 +134,12 @@ class Namespaces:
                 f"addr add {address(node)}/24 dev {DEVICE}",
                 f"link set {DEVICE} up",
             ]
+            if CONGESTION_CONTROL in AVAILABLE.read_text().split():
+                # As an attribute of the route: a namespace may set its default only to what the host allows.
+                route = f"{NETWORK} dev {DEVICE} proto kernel scope link src {address(node)}"
+                inside.append(f"route replace {route} congctl {CONGESTION_CONTROL}")
             _batch("ip", name, inside)
             _batch("tc", name, shape(DEVICE, self.links.default, self.links.of(node), "dst"))
-            if CONGESTION_CONTROL in AVAILABLE.read_text().split():
-                _run([_need("ip"), "netns", "exec", name, "tee", str(CHOSEN)], CONGESTION_CONTROL)
 
     def cut(self, node: int, *, silently: bool) -> None:
         """Cut a node off from the others: its link goes down, or (silently) all its packets are lost."""

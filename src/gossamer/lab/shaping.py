@@ -19,6 +19,7 @@ BURST_SECONDS = 0.005  # the burst after a pause; with a smaller one the kernel'
 MIN_BURST = 16 << 10
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 RATE = re.compile(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(bit)?(?:/s)?", re.IGNORECASE)
+NETWORK = "10.77.0.0/24"  # the addresses of the lab
 HUB_ADDRESS = "10.77.0.254"  # the bridge: processes that belong to no node listen there
 FREE = 1e12  # bits per second; "no limit" where tc needs a number
 
