@@ -1,11 +1,13 @@
 """Quantized wires: how fast they encode and decode, and how far apart they leave the workers.
 
-    python benchmarks/wire.py                # speed, with the native kernels and with torch operations
-    python benchmarks/wire.py --distance     # the consensus distance on 16 workers, nearest against stochastic rounding
+    python benchmarks/wire.py --out benchmarks/records/wire     # both parts; about two minutes
+    python benchmarks/wire.py --only speed                      # or distance
 
 Speeds are bytes of fp32 parameters per second on one core, larger than the caches; the best of several runs, beside a
-plain copy. The distance is simulated: every worker takes Adam-like steps of 1e-3 per coordinate (a common drift and
-noise of its own), mixes by AER on 4 nodes of 4, and an exact average every A steps is the anchor.
+plain copy. Distances are the mean consensus distance over the second half of 256 steps: every worker takes Adam-like
+steps of 1e-3 per coordinate (a common drift and noise of its own), mixes by AER on 4 nodes of 4, and an exact average
+every A steps is the anchor. `engine` is Gossamer itself on virtual workers with these steps as gradients; `nearest` and
+`stochastic` are a simulation, because the engine rounds to the nearest only.
 """
 
 from __future__ import annotations
@@ -13,29 +15,36 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import gossamer
 from gossamer.comm import quantized, wire_named
+from gossamer.report.record import environment, write_record
 from gossamer.topology import Layout, build
 
 NODES = [4] * 4
+STEPS, STEP = 256, 1e-3
+AVERAGES = (0, 16, 32, 64, 128)
 
 
-def best(work: Callable[[], object], repeats: int) -> float:
+def timed(work: Callable[[], object], repeats: int) -> list[float]:
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
-    return min(times)
+    return times
 
 
-def speeds(elements: int, repeats: int) -> None:
+def speeds(elements: int, repeats: int) -> list[dict[str, Any]]:
+    """By wire and implementation, seconds of every run."""
     x, anchor, out = torch.randn(elements), torch.randn(elements), torch.zeros(elements)
-    print(f"copy: {4 * elements / best(lambda: out.copy_(x), repeats) / 1e9:.2f} GB/s of {4 * elements / 1e6:.0f} MB")
+    rows = [{"what": "copy", "seconds": timed(lambda: out.copy_(x), repeats)}]
     kernels = quantized._kernels()
     for how in ("native", "torch"):
         if how == "native" and kernels is None:
@@ -45,10 +54,11 @@ def speeds(elements: int, repeats: int) -> None:
             for name in ("int8", "int4"):
                 wire = wire_named(name)
                 payload = torch.zeros(wire.payload_bytes(elements), dtype=torch.uint8)
-                encode = best(lambda w=wire, p=payload: w.encode(x, p, anchor), repeats)
-                decode = best(lambda w=wire, p=payload: w.decode(p, out, 0, elements), repeats)
-                rates = (4 * elements / seconds / 1e9 for seconds in (encode, decode))
-                print("{} {}: encode {:.2f} GB/s, decode {:.2f} GB/s".format(how, name, *rates))
+                encode = timed(lambda w=wire, p=payload: w.encode(x, p, anchor), repeats)
+                decode = timed(lambda w=wire, p=payload: w.decode(p, out, 0, elements), repeats)
+                rows.append({"what": f"{name}, encode, {how}", "seconds": encode})
+                rows.append({"what": f"{name}, decode, {how}", "seconds": decode})
+    return [{**row, "gb_per_s": 4 * elements / min(row["seconds"]) / 1e9} for row in rows]
 
 
 def rounded(d: Tensor, bits: int, stochastic: bool) -> Tensor:
@@ -60,19 +70,30 @@ def rounded(d: Tensor, bits: int, stochastic: bool) -> Tensor:
     return (q.clamp(-levels, levels) * scale).view_as(d)
 
 
-def distance(bits: int | None, every: int, stochastic: bool, anchored: bool = True, steps: int = 256) -> float:
-    """The mean consensus distance over the second half of the steps."""
+def moves(n: int, elements: int) -> list[Tensor]:
+    """The steps of all workers: what they share changes every 32 steps, the rest is new in every step."""
     torch.manual_seed(0)
+    made, drift = [], torch.zeros(elements)
+    for k in range(STEPS):
+        if k % 32 == 0:
+            drift = torch.randn(elements)
+        made.append(STEP * (0.3 * drift + 0.95 * torch.randn(n, elements)))
+    return made
+
+
+def late_mean(found: list[float]) -> float:
+    return sum(found[STEPS // 2 :]) / (STEPS - STEPS // 2)
+
+
+def distance(bits: int | None, every: int, stochastic: bool = False, anchored: bool = True) -> float:
     topology = build("aer", Layout.of(NODES))
     matrices = [torch.tensor(topology.matrix(k), dtype=torch.float32) for k in range(topology.period)]
     n, elements = sum(NODES), 64 * quantized.BLOCK
-    start = 0.05 * torch.randn(elements)
+    start = 0.05 * torch.randn(elements, generator=torch.Generator().manual_seed(1))
     x, anchor = start.repeat(n, 1), start if anchored else torch.zeros(elements)
-    drift, found = torch.zeros(elements), []
-    for k in range(steps):
-        if k % 32 == 0:
-            drift = torch.randn(elements)
-        x = x + 1e-3 * (0.3 * drift + 0.95 * torch.randn(n, elements))
+    found = []
+    for k, move in enumerate(moves(n, elements)):
+        x = x + move
         if every and (k + 1) % every == 0:
             anchor = x.mean(0)
             x = anchor.repeat(n, 1)
@@ -80,29 +101,75 @@ def distance(bits: int | None, every: int, stochastic: bool, anchored: bool = Tr
             q = x if bits is None else rounded(x - anchor, bits, stochastic)
             x = x + matrices[k % len(matrices)] @ q - q
         found.append(float((x - x.mean(0)).square().sum(1).mean().sqrt()))
-    return sum(found[steps // 2 :]) / (steps - steps // 2)
+    return late_mean(found)
 
 
-def distances() -> None:
-    print(f"fp32, no exact averages: {distance(None, 0, False):.4f}")
+def in_engine(wire: str, every: int) -> float:
+    """The same steps, mixed by the engine: adapt then combine, as the simulation does, without staggered buckets."""
+    n, elements = sum(NODES), 64 * quantized.BLOCK
+    start = 0.05 * torch.randn(elements, generator=torch.Generator().manual_seed(1))
+    models = [nn.ParameterList([nn.Parameter(start.clone())]) for _ in range(n)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    cluster = gossamer.VirtualCluster(per_node=NODES)
+    policy = gossamer.ATC(average_every=every)
+    cluster.decentralize(
+        models, optimizers, topology="aer", algorithm=policy, wire=wire, exchange=gossamer.Exchange(stagger=False)
+    )
+    found = []
+    try:
+        for move in moves(n, elements):
+            for worker, model in enumerate(models):
+                model[0].grad = -move[worker]
+            for optimizer in optimizers:
+                optimizer.step()
+            found.append(cluster.consensus_distance())
+    finally:
+        cluster.close()
+    return late_mean(found)
+
+
+def distances() -> list[dict[str, Any]]:
+    rows = [{"wire": "fp32", "average_every": every, "engine": in_engine("fp32", every)} for every in AVERAGES]
+    for row in rows:
+        row["nearest"] = distance(None, row["average_every"])
     for bits in (8, 4):
-        print(f"int{bits}, not anchored: {distance(bits, 0, False, anchored=False):.4f}")
-        for every in (0, 16, 32, 64, 128):
-            nearest, stochastic = distance(bits, every, False), distance(bits, every, True)
-            print(f"int{bits}, an exact average every {every}: nearest {nearest:.4f}, stochastic {stochastic:.4f}")
+        plain = distance(bits, 0, anchored=False)
+        rows.append({"wire": f"int{bits}, not anchored", "average_every": 0, "nearest": plain})
+        for every in AVERAGES:
+            row = {"wire": f"int{bits}", "average_every": every, "engine": in_engine(f"int{bits}", every)}
+            rows.append({**row, "nearest": distance(bits, every), "stochastic": distance(bits, every, True)})
+    return rows
+
+
+def table(fast: list[dict[str, Any]], far: list[dict[str, Any]], megabytes: float) -> str:
+    lines = []
+    if fast:
+        lines = [f"GB of fp32 parameters per second on one core, the best of the runs ({megabytes:g} MB):", ""]
+        lines += ["| | GB/s |", "|---|---|", *(f"| {r['what']} | {r['gb_per_s']:.2f} |" for r in fast), ""]
+    if far:
+        lines += ["Consensus distance between exact averages, while all workers take steps:", ""]
+        lines += ["| wire | exact average every | engine | nearest | stochastic |", "|---|---|---|---|---|"]
+        for r in far:
+            cells = [f"{r[k]:.4f}" if k in r else "" for k in ("engine", "nearest", "stochastic")]
+            lines.append(f"| {r['wire']} | {r['average_every'] or 'none'} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--distance", action="store_true", help="simulate the consensus distance instead")
+    parser.add_argument("--only", choices=("speed", "distance"), help="one part (default: both)")
     parser.add_argument("--mb", type=float, default=256.0, help="size of the parameters in MB")
     parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="write a record to this folder")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.distance:
-        distances()
-    else:
-        speeds(round(arguments.mb * 1e6 / 4), arguments.repeats)
+    machine = environment()
+    fast = speeds(round(args.mb * 1e6 / 4), args.repeats) if args.only != "distance" else []
+    far = distances() if args.only != "speed" else []
+    summary = table(fast, far, args.mb)
+    print(summary)
+    if args.out:
+        write_record(args.out, data={"speeds": fast, "distances": far}, summary=summary, environment=machine)
 
 
 if __name__ == "__main__":

@@ -186,6 +186,10 @@ def test_compare_train_and_advise_say_it(tmp_path, capsys):
     assert "gossip of all 2 workers" in said
     assert "benchmarks/records/" in said
     assert "rule of thumb" in said
+    expanded = sorted(str(path) for path in (tmp_path / "compared").iterdir())  # as the shell expands --run DIR/*
+    assert any(path.endswith("compare.json") for path in expanded)
+    assert main(["advise", "--run", *expanded]) == 0
+    assert line in capsys.readouterr().out
     one = str(tmp_path / "one")
     assert (
         main(["train", "vision", *tiny, "--method", "gossipadam:aer", "--no-save-final", "--out", one, "--json"]) == 0
@@ -197,6 +201,8 @@ def test_compare_train_and_advise_say_it(tmp_path, capsys):
     (advice,) = json.loads(capsys.readouterr().out)["advice"]
     assert advice["noise"] == got["noise"]
     assert [p["setting"] for p in advice["predictions"]] == ["gossip of all 2 workers"]
+    assert main(["advise", "--run", *sorted(map(str, (tmp_path / "one").iterdir())), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["advice"] == [advice]
 
 
 @pytest.mark.parametrize(

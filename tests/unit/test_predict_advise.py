@@ -74,6 +74,19 @@ def test_one_machine_keeps_ddp():
     assert {"twice the compute", "half the compute", "no jitter", "30 % jitter"} <= asked
 
 
+def test_what_would_change_scales_the_jitter_and_judges_the_quality_anew():
+    cluster = described(gbps=1, mb=50, jitter="lognormal:0.2")
+    found = advise(cluster, steps=30)
+    cases = {s["if"]: s for s in found.sensitivity}
+    assert {"no jitter", "twice the jitter", "half the jitter", "twice the nodes"} <= cases.keys()
+    assert "30 % jitter" not in cases
+    assert cases["half the jitter"]["ddp_step_time"] < cases["twice the jitter"]["ddp_step_time"]
+    assert changes.with_jitter(cluster, 2).compute.jitter == "lognormal:0.4"
+    sampled = cluster.changed(compute={"samples": (0.9, 1.0, 1.1)})
+    assert changes.with_jitter(sampled, 2).compute.samples == pytest.approx((0.8, 1.0, 1.2))
+    assert changes.with_jitter(cluster.changed(compute={"jitter": "slow-worker:4"}), 2) is None
+
+
 def test_every_cost_is_charged():
     """Each rate of the description changes the step time of the methods that it concerns."""
     # compute on all cores: communication takes its time from it

@@ -92,6 +92,10 @@ def test_unreadable_files(tmp_path):
         load("a41")
     with pytest.raises(InputError, match="cannot read cluster file"):
         load(tmp_path / "none.toml")
+    megabits = from_dict(changed(("links", "inter", "bandwidth_gbps"), 10000))
+    (tmp_path / "megabits.toml").write_text(to_toml(megabits))
+    with pytest.raises(InputError, match="10000 is suspiciously large for the network of a node: is it in megabits"):
+        load(tmp_path / "megabits.toml")
     (tmp_path / "bad.toml").write_text("nodes = = 3")
     with pytest.raises(InputError, match="not valid TOML"):
         load(tmp_path / "bad.toml")

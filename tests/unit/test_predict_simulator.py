@@ -115,13 +115,13 @@ def test_transfer_that_arrives_when_others_end():
 
 
 # (preset, workers a node, method, policy): step time, standard deviation of the durations. Computed once by a plain
-# implementation that handled bucket by bucket and event by event.
+# implementation that handled bucket by bucket and event by event; with staleness, the time of the slowest worker.
 KNOWN = [
     ("a40", [4] * 4, "dadam:aer", {}, 0.057089142843329554, 0.0038318106794667656),
     ("a40", [4] * 4, "dadam:exp", {"in_flight": 2, "buckets": 5}, 0.08947000000000038, 0.015147095018517591),
     ("a40", [4] * 4, "dadam:ring", {"stagger": False}, 0.0672356271045579, 0.016203582938254912),
     ("a40", [4, 4, 2], "dadam:aer", {}, 0.0853019359475313, 0.008080971734436693),
-    ("a40", [4] * 4, "dadam:complete:int8", {"staleness": 2}, 0.05196210380266629, 0.0033923143685009828),
+    ("a40", [4] * 4, "dadam:complete:int8", {"staleness": 2}, 0.052547365521635137, 0.0033923143685009828),
     ("a40", [4] * 4, "dadam:aer", {"combine": "atc"}, 0.11239780993899078, 0.004749877828852375),
     ("a40", [4] * 4, "dadam:exponential:bf16", {"average_every": 8}, 0.38510749999999927, 0.10947254647919169),
     ("t4", [8] * 2, "decent-dp:exp", {}, 0.3097276925885626, 0.03186509959371581),
@@ -206,6 +206,16 @@ def test_every_atc_and_staleness():
         ExchangePolicy(every=0)
 
 
+def test_with_staleness_the_slowest_worker_sets_the_step_time():
+    """A run ends when every worker has taken its steps, however many the fast ones could have taken meanwhile."""
+    slow = {"seconds": 0.1, "jitter": "slow-worker:2"}
+    free = {"inter": {"bandwidth_gbps": 80}, "intra": {"bandwidth_gbps": 80}}
+    stale = ExchangePolicy(buckets=1, stagger=False, staleness=1)
+    got = predict("dadam:complete", cluster(compute=slow, links=free), steps=80, policy=stale)
+    assert got.step_time == pytest.approx(0.2, rel=0.02)
+    assert 1 / got.rates.max() == pytest.approx(0.1, rel=0.02)  # the others take two steps for one of the slow worker
+
+
 def test_update_time_is_added_to_every_step():
     """10 MB/s, 4 MB: 0.6 s on the links in a complete round. 0.05 s of update come on top of whatever is longer."""
     one = ExchangePolicy(buckets=1, stagger=False)
@@ -237,6 +247,10 @@ def test_slow_pair_delays_only_workers_that_use_it():
 def test_ddp_buckets_as_in_torch():
     assert ddp_shares(cluster(model={"mb": 4})) == pytest.approx([2**20 / 4e6, 1 - 2**20 / 4e6])
     assert len(ddp_shares(cluster(model={"mb": 260}))) == 11
+    # torch's first bucket is small only if bucket_cap_mb is not passed
+    assert ddp_shares(cluster(model={"mb": 4}, ddp={"bucket_mb": 10})) == pytest.approx([1.0])
+    assert ddp_shares(cluster(model={"mb": 4}, ddp={"bucket_mb": 2})) == pytest.approx([0.524288, 0.475712])
+    assert ddp_shares(cluster(model={"mb": 4}, ddp={"first_bucket_mb": 25})) == pytest.approx([1.0])
     assert ddp_shares(cluster(model={"mb": 0.5})) == pytest.approx([1.0])
     assert ddp_shares(Abstract(FOUR_BY_FOUR, 1.0), 5) == pytest.approx([0.2] * 5)
 

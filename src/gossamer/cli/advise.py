@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,8 +59,8 @@ def advise(
     With --run alone, say what held a run up, and whether gossip will be as good as all-reduce, from its noise scale.
     With a cluster and --run, the noise scale of the run replaces the project's records of quality.
     """
-    folders = [Path(w) for w in what or () if run is not None and Path(w).is_dir()]
-    clusters = [w for w in what or () if Path(w) not in folders]
+    folders = [] if run is None else _folders([run, *map(Path, what or ())])
+    clusters = [w for w in what or () if run is None or _names_cluster(Path(w))]
     if len(clusters) > 1:
         raise InputError(
             f"advise takes one cluster, got {', '.join(clusters)}; pass one, or several folders with --run"
@@ -82,11 +83,11 @@ def advise(
             raise InputError(
                 f"{', '.join(unused)} describes a cluster, but only --run {run} was given; name a cluster as well"
             )
-        _runs([run, *folders], as_json)
+        _runs(folders, as_json)
         return
     from gossamer.predict.advise import advise as make
 
-    noise = _noise([run, *folders]) if run is not None else None
+    noise = _noise(folders) if run is not None else None
     described = _cluster(clusters[0], nodes, per_node, n, link, model_mb)
     advice = make(described, steps=steps, seed=seed, worth=worth, noise=noise)
     if html is not None:
@@ -125,6 +126,23 @@ def _cluster(
     return cluster_from(known.changed(links={"inter": inter, "pairs": ()}), nodes, per_node, n, None, model_mb)
 
 
+def _folders(paths: list[Path]) -> list[Path]:
+    """The folders of runs among the arguments, also where the shell has expanded `DIR/*` to files beside folders."""
+    inside = dict.fromkeys(path.parent for path in paths if path.name == "config.json" and path.is_file())
+    return list(inside) or [path for path in paths if path.is_dir()] or paths[:1]
+
+
+def _names_cluster(path: Path) -> bool:
+    """Whether an argument beside --run is a cluster: a description, or a name that is no file or folder of a run."""
+    if path.suffix == ".json" and path.is_file():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return isinstance(found, dict) and "links" in found
+    return path.suffix == ".toml" or not path.exists()
+
+
 def _varied(rows: list[Row]) -> list[Row]:
     """The best rows, at most three of a kind, so that topologies with equal times do not hide other choices."""
     count: Counter[tuple[str, str]] = Counter()
@@ -150,12 +168,13 @@ def _print(advice: Advice) -> None:
     gain = f"gains {chosen['gain']:.0%} (between {low:.0%} and {high:.0%}) in the time to the same loss"
     kept = chosen["method"].startswith("ddp")
     head = f"{chosen['verdict']}: {chosen['method']}" if kept else f"{chosen['method']}: {gain}"
-    rows = table("choice", "ms", "saving", "of fp32", "× steps", "score", "settings")
+    rows = table("choice", "ms", "saving", "of fp32", "MB sent", "to 1e-3", "× steps", "score", "settings")
     for r in _varied(advice.shortest()):
         q = r.quality
         worth = "1" if q.high == 1 else f"{q.value:.2f} to {q.high:.2f}"
-        cells = (f"{r.step_time * 1e3:.1f}", f"{r.saving:.0%}", f"{r.saving_fp32:.0%}", worth, f"{r.score * 1e3:.1f}")
-        rows.add_row(Text(r.method), *cells, _options(r))
+        mixed = "" if r.seconds_to_1e3 is None else f"{r.seconds_to_1e3:.2g} s"
+        cells = (f"{r.step_time * 1e3:.1f}", f"{r.saving:.0%}", f"{r.saving_fp32:.0%}", f"{r.bytes_between / 1e6:.3g}")
+        rows.add_row(Text(r.method), *cells, mixed, worth, f"{r.score * 1e3:.1f}", _options(r))
     changes = table("if there were", "ddp ms", "best gossip", "ms", "gain", "")
     for s in advice.sensitivity:
         times = f"{s['ddp_step_time'] * 1e3:.1f}", f"{s['step_time'] * 1e3:.1f}"
@@ -169,7 +188,8 @@ def _print(advice: Advice) -> None:
     for note in advice.notes:
         print_rich(Text(f"Note: {note}."))
     print_rich(
-        f"The best of {len(advice.table)}. saving: against the best all-reduce; of fp32: against DDP in fp32; × steps: "
+        f"The best of {len(advice.table)}. saving: against the best all-reduce; of fp32: against DDP in fp32; MB sent: "
+        "by a node to other nodes per step; to 1e-3: until differences between workers are a thousandth; × steps: "
         "steps to the loss of all-reduce, expected and at worst; score = ms × steps:",
         rows,
         "What would change the answer:",

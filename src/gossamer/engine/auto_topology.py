@@ -73,8 +73,8 @@ def _by_first(transport: Transport, name: str, work: Callable[[], Any]) -> Any:
     if transport.rank == 0:
         try:
             said = {"result": work()}
-        except InputError as error:
-            said = {"error": str(error)}
+        except Exception as error:  # the others wait for an answer
+            said = {"error": str(error) if isinstance(error, InputError) else f"worker 0 failed: {error!r}"}
     found = json.loads(transport.share(name, json.dumps(said))[0])
     if "error" in found:
         raise InputError(found["error"])

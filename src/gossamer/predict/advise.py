@@ -12,7 +12,7 @@ from gossamer.predict import changes, paste
 from gossamer.predict.choices import Choice, baselines, coarser, gossip, refined
 from gossamer.predict.cluster import ClusterSpec
 from gossamer.predict.evidence import QualityFactor, allreduce_factor, quality_factor
-from gossamer.predict.methods import parse
+from gossamer.predict.methods import WIRES, parse
 from gossamer.predict.predict import derived
 from gossamer.predict.probed import unknown
 from gossamer.predict.quality import Quality
@@ -39,7 +39,8 @@ class Row:
 
     `saving` is against the best all-reduce, `saving_fp32` against DDP in fp32. `quality` is the number of steps to the
     loss of all-reduce, relative to all-reduce; `score` = step time x quality (x the exchanges that an asynchronous
-    method lacks). `seconds_to_1e3`: until differences between workers shrink to a thousandth.
+    method lacks). `seconds_to_1e3`: until differences between workers shrink to a thousandth. `bytes_between`: what a
+    node sends to other nodes per step, the mean over nodes and steps. `memory`: beyond the model, in parameter sizes.
     """
 
     choice: Choice
@@ -51,6 +52,7 @@ class Row:
     quality: QualityFactor
     score: float
     seconds_to_1e3: float | None
+    bytes_between: float
     memory: float
 
     @property
@@ -81,6 +83,7 @@ class Row:
             "quality": asdict(self.quality),
             "score": self.score,
             "seconds_to_1e3": self.seconds_to_1e3,
+            "bytes_between": self.bytes_between,
             "memory": self.memory,
         }
 
@@ -150,8 +153,12 @@ def advise(
     recommendation = _recommend(cluster, rows, best, facts, worth, length, seed)
     rivals = [r.choice for r in rows if not r.choice.ddp][:2]
     rivals += [] if best.choice in rivals else [best.choice]
-    factors = {r.choice: r.quality.value for r in rows}
-    sensitivity = changes.cases(cluster, rivals, factors, length, seed, worth)
+
+    def judge(changed: ClusterSpec, choice: Choice) -> tuple[float, float]:
+        made = row_of(changed, choice, choice.predict(changed, length, seed), 1.0, 1.0, noise or {})
+        return made.step_time, made.score
+
+    sensitivity = changes.cases(cluster, rivals, judge, worth)
     return Advice(recommendation, rows, sensitivity, facts, unknown(cluster))
 
 
@@ -184,11 +191,17 @@ def rank(row: Row) -> float:
 
 def row_of(cluster: ClusterSpec, choice: Choice, result: Result, fastest: float, plain: float, noise: Noise) -> Row:
     seconds, starved = None, 1.0
+    whole = cluster.model.bytes
+    averaged = 2 * (1 - 1 / cluster.layout.n) * whole * (cluster.nodes > 1)  # a ring, which DDP's all-reduce is too
+    wire = WIRES[choice.method.wire] / 4
     if choice.ddp:
         quality = allreduce_factor(choice.method.wire)
+        between = averaged * wire
     else:
         topology = choice.topology(cluster)
-        rounds = _rounds(choice.method.topology or "", topology.layout)
+        rounds, crossing = _figures(choice.method.topology or "", topology.layout)
+        between = crossing * whole * wire * result.exchange_rate / choice.fragments
+        between += averaged / choice.average_every if choice.average_every else 0.0
         # nodes must exchange with each other: exchanges inside them do not make up for those that slow links delay
         heard = max(min(result.exchange_rate, result.crossing), 1e-9)
         starved = max(1.0, FEWEST_EXCHANGES / heard) if choice.method.asynchronous else 1.0
@@ -211,14 +224,16 @@ def row_of(cluster: ClusterSpec, choice: Choice, result: Result, fastest: float,
         quality,
         result.step_time * quality.value * starved,
         seconds,
-        MEMORY[choice.algorithm] + bool(choice.average_every),
+        between,
+        MEMORY[choice.algorithm] + bool(choice.average_every) + bool(choice.staleness) + 3 * choice.outer,
     )
 
 
 @lru_cache(maxsize=4096)
-def _rounds(name: str, layout: Layout) -> int | None:
-    """Rounds until differences between workers shrink to a thousandth."""
-    return analyze(build(name, layout)).mixing.rounds_to_1e3
+def _figures(name: str, layout: Layout) -> tuple[int | None, float]:
+    """Rounds until differences shrink to a thousandth, and models that a node sends to other nodes in a round."""
+    found = analyze(build(name, layout), model_bytes=1.0)
+    return found.mixing.rounds_to_1e3, found.hierarchical.inter * layout.n / layout.nodes
 
 
 def _best(cluster: ClusterSpec, rows: list[Row], worth: float) -> Row:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+
+import numpy as np
 
 from gossamer.predict.choices import Choice, baselines
 from gossamer.predict.cluster import ClusterSpec, LinkSpec
@@ -16,30 +18,30 @@ L = TypeVar("L", bound=LinkSpec)
 def cases(
     cluster: ClusterSpec,
     rivals: Sequence[Choice],
-    factors: Mapping[Choice, float],
-    steps: int,
-    seed: int,
+    judge: Callable[[ClusterSpec, Choice], tuple[float, float]],
     worth: float,
 ) -> list[dict[str, Any]]:
     """Return the best gossip of `rivals` and the best DDP on clusters that differ a little, where the model may speak.
 
-    `factors` are the quality factors of the rivals. A cluster of one node says nothing about links and nodes.
+    `judge` tells the step time and the score of a choice on a cluster. A cluster of one node says nothing about links
+    and nodes.
     """
     rows = []
     for what, changed in _changed(cluster):
         ddp = [c for c in baselines(changed) if cluster.costs is not None or c.method.wire == "fp32"]
-        base = min(c.predict(changed, steps, seed).step_time for c in ddp)
-        times = {c: c.predict(changed, steps, seed).step_time for c in rivals}
-        best = min(times, key=lambda c: times[c] * factors[c])
-        gain = 1 - times[best] * factors[best] / base
+        base = min(judge(changed, c)[0] for c in ddp)
+        judged = {c: judge(changed, c) for c in rivals}
+        best = min(judged, key=lambda c: judged[c][1])
+        step_time, score = judged[best]
+        gain = 1 - score / base
         rows.append(
             {
                 "if": what,
                 "ddp_step_time": base,
                 "method": str(best.method),
                 "options": best.options,
-                "step_time": times[best],
-                "saving": 1 - times[best] / base,
+                "step_time": step_time,
+                "saving": 1 - step_time / base,
                 "gain": gain,
                 "go": gain >= worth,
             }
@@ -58,8 +60,10 @@ def _changed(cluster: ClusterSpec) -> list[tuple[str, ClusterSpec]]:
     made += [("twice the compute", with_compute(cluster, 2)), ("half the compute", with_compute(cluster, 0.5))]
     quiet: dict[str, Any] = {"samples": None}
     made.append(("no jitter", cluster.changed(compute={"jitter": "none", **quiet})))
-    made.append(("30 % jitter", cluster.changed(compute={"jitter": "gaussian:0.3", **quiet})))
-    return made
+    scaled = [(what, with_jitter(cluster, f)) for what, f in (("twice the jitter", 2.0), ("half the jitter", 0.5))]
+    if any(changed is None for _, changed in scaled):
+        made.append(("30 % jitter", cluster.changed(compute={"jitter": "gaussian:0.3", **quiet})))
+    return made + [(what, changed) for what, changed in scaled if changed is not None]
 
 
 def _resized(cluster: ClusterSpec) -> list[tuple[str, ClusterSpec]]:
@@ -78,6 +82,19 @@ def with_compute(cluster: ClusterSpec, factor: float) -> ClusterSpec:
     drawn = None if c.samples is None else tuple(factor * s for s in c.samples)
     fields = {"seconds": factor * c.seconds, "fixed_seconds": factor * c.fixed_seconds}
     return cluster.changed(compute={**fields, "per_worker": many, "samples": drawn})
+
+
+def with_jitter(cluster: ClusterSpec, factor: float) -> ClusterSpec | None:
+    """Return the cluster with compute times that spread `factor` times as far; None if that has no meaning."""
+    c = cluster.compute
+    if c.samples is not None:
+        mean = float(np.mean(c.samples))
+        least = 0.01 * mean
+        return cluster.changed(compute={"samples": tuple(max(least, mean + factor * (s - mean)) for s in c.samples)})
+    kind, _, sigma = c.jitter.partition(":")
+    if kind not in ("gaussian", "lognormal") or "+" in sigma:
+        return None
+    return cluster.changed(compute={"jitter": f"{kind}:{factor * float(sigma):g}"})
 
 
 def with_bandwidth(cluster: ClusterSpec, factor: float) -> ClusterSpec:

@@ -116,7 +116,8 @@ class Choice:
     def predict(self, cluster: ClusterSpec, steps: int, seed: int) -> Result:
         """Predict this choice."""
         if self.ddp:
-            size = {"bucket_mb": self.plan.bucket_mb} if self.plan.bucket_mb is not None else {}
+            cap = self.plan.bucket_mb
+            size = {} if cap is None else {"bucket_mb": cap, "first_bucket_mb": cap}  # torch has no small first bucket
             return predict(self.method, cluster.changed(ddp=size), steps=steps, seed=seed)
         if self.method.algorithm == "local":
             return predict(self.method, cluster, steps=steps, seed=seed, policy=ExchangePolicy(every=self.every))

@@ -32,6 +32,7 @@ Rate = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Source = Literal["given", "measured", "guess"]
 # Outside of these a bandwidth is probably in another unit.
 SLOWEST_GBPS, FASTEST_GBPS = 1e-4, 2e4
+FASTEST_NODE_GBPS = 8e3  # of a node's network interfaces: eight of 1 Tbit/s
 
 
 NO_LINK = (
@@ -191,7 +192,10 @@ class ModelSpec(_Part):
 
 
 class DdpSpec(_Part):
-    """The baseline DDP: torch's bucket size in MiB (the first bucket is 1 MiB), and the algorithm of the all-reduce.
+    """The baseline DDP: torch's bucket size in MiB, and the algorithm of the all-reduce.
+
+    The first bucket is `first_bucket_mb`; without it, as in torch, 1 MiB with the default size of buckets, and like the
+    others where `bucket_cap_mb` is passed to DDP.
 
     `ring` sends 2(n-1)/n of the data through every link, as gloo does. `best` is NCCL's choice: on two nodes a tree
     sends the data once each way, like the hierarchical exchange; on more it is no better than the ring.
@@ -199,8 +203,15 @@ class DdpSpec(_Part):
     """
 
     bucket_mb: Megabytes = 25.0
+    first_bucket_mb: Megabytes | None = None
     allreduce: Literal["ring", "best"] = "ring"
     backward_share: Annotated[float, Field(ge=0, le=1)] = 2 / 3
+
+    @property
+    def first(self) -> float:
+        """The size of the first bucket in MiB."""
+        usual = 1.0 if self.bucket_mb == DdpSpec.model_fields["bucket_mb"].default else self.bucket_mb
+        return min(self.bucket_mb, usual if self.first_bucket_mb is None else self.first_bucket_mb)
 
 
 class AllReduceSpec(_Part):
@@ -326,7 +337,14 @@ def load(source: str | Path) -> ClusterSpec:
         data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except (ValueError, RecursionError) as error:  # both parsers' errors are ValueErrors
         raise InputError(f"cluster file {path} is not valid {path.suffix[1:].upper()}: {error!s:.200}") from None
-    return from_dict(data, str(path))
+    made = from_dict(data, str(path))
+    inter = made.links.inter
+    if inter is not None and inter.bandwidth_gbps > FASTEST_NODE_GBPS:
+        raise InputError(
+            f"{path}: links.inter.bandwidth_gbps is in gigabits per second, and {inter.bandwidth_gbps:g} is "
+            "suspiciously large for the network of a node: is it in megabits? Write 25 for a link of 25 Gbit/s"
+        )
+    return made
 
 
 def from_dict(data: Any, where: str = "the cluster description") -> ClusterSpec:

@@ -72,19 +72,19 @@ def default_policy(setting: Setting, method: Method | None = None, fragments: in
 
 
 def ddp_shares(setting: Setting, buckets: int = 1) -> Floats:
-    """Return the shares of the model in DDP's buckets: torch's first bucket has 1 MiB, the others the set size."""
+    """Return the shares of the model in DDP's buckets."""
     if isinstance(setting, Abstract):
         return np.full(buckets, 1 / buckets)
-    total, cap = setting.model.bytes, setting.ddp.bucket_mb * MiB
+    total, cap, least = setting.model.bytes, setting.ddp.bucket_mb * MiB, setting.ddp.first * MiB
     layers = setting.model.equal_layers
     if layers is not None:  # the layer that fills a bucket closes it
         filled = [0.0]
         for _ in range(layers):
-            if filled[-1] >= (min(MiB, cap) if len(filled) == 1 else cap):
+            if filled[-1] >= (least if len(filled) == 1 else cap):
                 filled.append(0.0)
             filled[-1] += total / layers
         return np.array(filled) / total
-    first = min(MiB, cap, total)
+    first = min(least, total)
     rest = total - first
     count = math.ceil(rest / cap)
     sizes = [first, *[cap] * (count - 1), *([rest - cap * (count - 1)] if count else [])]

@@ -278,12 +278,14 @@ def simulate(
 
 def _result(history: Floats, steps: np.ndarray, compute: Floats, spans: tuple[Span, ...]) -> Result:
     warm = min(len(history) // 5, len(history) - 2)  # the workers need some steps to spread in time
-    passed = history[-1] - history[warm]
-    rates = (steps[-1] - steps[warm]) / np.where(passed > 0, passed, np.inf)
-    total = float((steps[-1] - steps[warm]).sum())
+    passed, taken = history[-1] - history[warm], steps[-1] - steps[warm]
+    rates = taken / np.where(passed > 0, passed, np.inf)
+    total = float(taken.sum())
     counts = np.diff(steps[warm:], axis=0)
+    # with staleness workers have paces of their own, and a run ends when the slowest has taken its steps
+    own_paces = bool((taken != taken[0]).any())
     return Result(
-        step_time=float(passed.sum() / total),
+        step_time=float((passed / taken).max() if own_paces else passed.sum() / total),
         compute_time=float(compute[: steps[-1].max()].mean()),
         durations=(np.diff(history[warm:], axis=0) / counts).ravel(),
         spans=spans,

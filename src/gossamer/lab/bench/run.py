@@ -83,9 +83,10 @@ class BenchPlan:
             raise InputError(f"the seed must be at least 0, got {self.seed}; pass e.g. 0")
 
     def steps_of(self, method: Method, steps: int) -> int:
-        """`steps`, rounded up to whole periods of local steps, so that every run has its share of exchanges."""
-        every = method.local_steps(self.every)
-        return -(-steps // every) * every
+        """`steps`, rounded up to whole periods of local steps and fragments: every run has its share of exchanges."""
+        fragments = self.fragments if method.package == "gossamer" and method.algorithm == "awc" else 1
+        period = method.local_steps(self.every) * fragments
+        return -(-steps // period) * period
 
     def table(self, setup: Setup) -> Table:
         """Compute times [steps, workers] of a run, warm-up included; a longer run starts over with the first row."""
