@@ -101,6 +101,7 @@ def test_a_step_with_a_measured_share_follows_the_equation(cls, replicas, share)
     factor = 2 ** (round(8 * math.log2(exact)) / 8)  # eighths of an octave
     assert factor == pytest.approx(exact, rel=0.045)
     x, m, v = x.double(), 0.0, 0.0
+    forgets = 0.02 / math.sqrt(replicas)
     for t in range(1, 8):
         g = torch.randn(7, 3)
         p.grad = g.clone()
@@ -110,8 +111,8 @@ def test_a_step_with_a_measured_share_follows_the_equation(cls, replicas, share)
             g = g + 0.1 * x
         else:
             x = x * (1 - LR * 0.1)
-        m, v = 0.9 * m + 0.1 * g, 0.98 * v + 0.02 * g * g
-        step = LR * (m / (1 - 0.9**t)) / ((factor * v / (1 - 0.98**t)).sqrt() + 1e-4)
+        m, v = 0.9 * m + 0.1 * g, (1 - forgets) * v + forgets * g * g
+        step = LR * (m / (1 - 0.9**t)) / ((factor * v / (1 - (1 - forgets) ** t)).sqrt() + 1e-4)
         x = x - step
         torch.testing.assert_close(p.detach().double(), x, rtol=1e-5, atol=1e-6)
     assert set(optimizer.state[p]) == {"step", "exp_avg", "exp_avg_sq"}  # those of torch's Adam

@@ -30,7 +30,8 @@ class GossipAdam(AdamBase):
         x ← x − α m̂ / (sqrt(V − (1 − 1/κ) σ²) + ε)
 
     `decentralize` measures the share s of the signal between the workers, for every parameter, and calls
-    `set_signal_shares`; then σ² = (1 − s) V, and the first steps, before a measurement, are Adam's. Where nothing is
+    `set_signal_shares`; then σ² = (1 − s) V, and the first steps, before a measurement, have σ² = 0. There β2 is
+    1 − (1 − β2)/√κ: see Note [Why the second moment remembers longer]. Where nothing is
     measured (elastic and asynchronous jobs, a single process) the replica's own gradients tell:
 
         q ← β2 q + (1 − β2) m̂²       Q = q / (1 − β2^t)            σ² = clamp((V − Q) / (1 − c), 0, V)
@@ -59,6 +60,12 @@ class GossipAdam(AdamBase):
     #     steps. Dividing by 1 − (the running mean of c_t) removes that bias, needs one more number per parameter and a
     #     threshold for the first steps, and trains no better: benchmarks/records/optim/forms.md. With the constant,
     #     the first step is Adam's (Q = V) and the early steps err on the small side.
+
+    # Note [Why the second moment remembers longer]
+    #     Under all-reduce a parameter that few samples use, such as the embedding of a rare token, has a gradient in κ
+    #     times as many steps as in one replica. The replica's v forgets the last such gradient before the next one
+    #     comes, grows anew with every one, and so makes the step too small. The same number of gradients would need κ
+    #     times the memory; √κ gains as much and follows training faster (docs/choosing.md, "Where gossip is behind").
 
     _shares: Mapping[Tensor, float | None] = MappingProxyType({})  # of the signal, where it is measured
 
@@ -131,11 +138,12 @@ class GossipAdam(AdamBase):
         total = noise = 0.0
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
+            longer = _longer(group["betas"], self.kappa(group))[1]
             for param in group["params"]:
                 state = self.state.get(param, {})
                 share = self._shares.get(param)
                 if share is not None and "exp_avg_sq" in state:
-                    mean_sq = _total(state["exp_avg_sq"]) / (1 - beta2 ** int(state["step"]))
+                    mean_sq = _total(state["exp_avg_sq"]) / (1 - longer ** int(state["step"]))
                     total += mean_sq
                     noise += (1 - share) * mean_sq
                     continue
@@ -222,6 +230,7 @@ class GossipAdam(AdamBase):
         for eighths, part in together.items():
             root = 2 ** (eighths / 16)
             scaled = {**group, "lr": group["lr"] / root, "eps": group["eps"] / root}
+            scaled["betas"] = _longer(group["betas"], kappa)
             if self.decoupled:
                 scaled["weight_decay"] = group["weight_decay"] * root  # the parameters shrink at the learning rate
             tensors = [t for param, state in part for t in slot(param, state, "exp_avg")]
@@ -279,6 +288,11 @@ class GossipAdamW(GossipAdam):
             fused=fused,
             maximize=maximize,
         )
+
+
+def _longer(betas: tuple[float, float], kappa: float) -> tuple[float, float]:
+    """The betas where the signal is measured: see Note [Why the second moment remembers longer]."""
+    return betas[0], 1 - (1 - betas[1]) / math.sqrt(kappa)
 
 
 def _noise_left(beta1: float) -> float:
