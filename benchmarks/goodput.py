@@ -1,24 +1,33 @@
 """Useful work under failures: an elastic job beside torchft's DDP, and beside DDP that torchrun restarts.
 
-    python benchmarks/goodput.py --out benchmarks/records/goodput          # about 25 minutes
+    python benchmarks/goodput.py --out benchmarks/records/goodput          # about 30 minutes
 
 Eight workers on loopback train an emulated model (real parameters and messages; a step sleeps for its compute time).
 Every 30, 10 or 3 seconds one of them is killed with SIGKILL, chosen by a seed; its replacement starts `--delay` seconds
-later. Goodput is the compute time of useful steps over 8 times the time of the run. A step that is repeated after a
-restart counts once, a step that torchft does not commit or to which a worker did not contribute does not count, and
-neither does any time in which a worker waits, starts or is away. The systems take turns at each rate of failures.
+later. A kill meets nobody while the chosen worker waits for its replacement; such kills are counted as misses. Goodput
+is the compute time of useful steps over 8 times the time of the run. A step that is repeated after a restart counts
+once, a step that torchft does not commit or to which a worker did not contribute does not count, and neither does any
+time in which a worker waits, starts or is away. The systems take turns at each rate of failures.
 
-- gossamer: `on_failure="continue"`, AER, all deadlines learned.
+- gossamer: `on_failure="continue"`, AER, all deadlines learned. The last step of a killed worker may not have reached
+  a neighbor, so one step per kill is subtracted. A worker that was dropped by mistake takes a member's state; the step
+  in which it does so and the step before are lost and do not count.
 - torchft: its DistributedDataParallel and Manager, each worker a replica group of its own, with a lighthouse. Its
-  timeouts are lowered until it notices a death in a second (the defaults take five seconds and more).
+  timeouts are lowered until it notices a death in a second (the defaults take five seconds and more). Its hook is
+  repaired here: that of torchft 0.2.0 raises AssertionError in all survivors when an all-reduce over gloo fails.
 - torchrun: torch's elastic agent, DDP, a checkpoint every `--checkpoint-every` steps; all workers start again from it.
-  They are forked from a process that has imported torch, as the others are, so that no system pays for imports.
+
+All workers are forked from a process that has imported what they need, so that no system pays for imports.
+
+With --out every result is added to `rows.jsonl` in that folder at once. The same command continues after an
+interruption: it measures what is missing, and again what was measured on saturated cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -27,8 +36,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,13 +47,18 @@ import torch
 import torch.distributed as dist
 
 import gossamer
-from gossamer.lab import CpuMeter, LabCluster
+from gossamer.lab import CpuMeter, LabCluster, warm_up
 from gossamer.lab.emulate import EmulatedModel
 from gossamer.report.record import environment, write_record
 
 NODES = (2, 2, 2, 2)
 WORKERS = sum(NODES)
 SYSTEMS = ("gossamer", "torchft", "torchrun")
+TARGET, TARGET_EVERY = 0.95, 10.0  # the goodput to reach, and the seconds between the failures under which it counts
+# Modules that a worker would otherwise import in its first steps, besides those that the lab's fork server imports.
+POOL_MODULES = ("gossamer.engine.decentralize", "gossamer.engine.elastic", "torch.utils.serialization.config")
+TORCHFT_MODULES = ("torchft", "torchft.coordination", "torchft.ddp")
+TORCHRUN_MODULES = ("torch._dynamo", "torch.nn.parallel")
 
 
 class Work(NamedTuple):
@@ -57,13 +73,18 @@ class Work(NamedTuple):
 
 
 class Log:
-    """The steps of one process, written to the kernel at once, so that a kill loses none."""
+    """The steps of one process, written to the kernel at once, so that a kill loses none.
+
+    A worker makes its log before anything else: the name of the file says which process has the rank, and since when.
+    """
 
     def __init__(self, work: Work, rank: int) -> None:
-        self._file = (Path(work.folder) / f"{rank}-{os.getpid()}.jsonl").open("ab", buffering=0)
+        name = f"{rank}-{os.getpid()}-{time.monotonic_ns()}.jsonl"
+        self._file = (Path(work.folder) / name).open("ab", buffering=0)
 
-    def __call__(self, step: int, *, useful: bool = True) -> None:
-        self._file.write(json.dumps({"t": time.monotonic(), "step": step, "useful": useful}).encode() + b"\n")
+    def __call__(self, step: int, *, lost: int = 0) -> None:
+        """Add a step; the last `lost` steps of this process, with this one, are not useful."""
+        self._file.write(json.dumps({"t": time.monotonic(), "step": step, "lost": lost}).encode() + b"\n")
 
 
 def prepared(work: Work) -> tuple[EmulatedModel, torch.optim.Optimizer]:
@@ -74,22 +95,34 @@ def prepared(work: Work) -> tuple[EmulatedModel, torch.optim.Optimizer]:
 
 
 def with_gossamer(rank: int, work: Work) -> None:
-    model, optimizer = prepared(work)
     log = Log(work, rank)
+    model, optimizer = prepared(work)
     gossip = gossamer.decentralize(model, optimizer, topology="aer", on_failure="continue")
+    gossip.acknowledge_join()  # of a replacement: from here on True means that this worker joined again
     while True:
         model().backward()
         optimizer.step()
         optimizer.zero_grad()
-        log(gossip.stats()["steps"])
+        log(gossip.stats()["steps"], lost=2 if gossip.acknowledge_join() else 0)
 
 
 def with_torchft(rank: int, work: Work) -> None:
+    log = Log(work, rank)
     from torchft import Manager, ProcessGroupGloo
     from torchft.ddp import DistributedDataParallel
 
+    class RepairedDDP(DistributedDataParallel):
+        @staticmethod
+        def _comm_hook(state, bucket):  # torch refuses annotations that are strings
+            reduced = state.allreduce(bucket.buffer())
+            reduced.wait()
+            future = getattr(reduced.get_future(), "_fut", None)
+            if future is None:  # the all-reduce has failed, and the manager will not commit this step
+                future = torch.futures.Future()
+                future.set_result(bucket.buffer())
+            return future
+
     model, optimizer = prepared(work)
-    log = Log(work, rank)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def load(state: dict[str, Any]) -> None:
@@ -111,21 +144,27 @@ def with_torchft(rank: int, work: Work) -> None:
         replica_id=f"worker-{rank}",
         hostname="127.0.0.1",
     )
-    forward = DistributedDataParallel(manager, model)
+    forward = RepairedDDP(manager, model)
     while True:
         manager.start_quorum()
         optimizer.zero_grad()
         forward().backward()
         if manager.should_commit():
             optimizer.step()
-            log(manager.current_step(), useful=manager.is_participating())
+            log(manager.current_step(), lost=0 if manager.is_participating() else 1)
 
 
 def with_torchrun(work: Work) -> None:
-    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
-        time.sleep(work.delay)
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    # The agent's handler raises a Python exception, which a worker that waits in gloo would never reach.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt:
+        time.sleep(work.delay)  # the replacements start now
+    log = Log(work, int(os.environ["RANK"]))
+    store, rank, workers = next(dist.rendezvous("env://"))
+    # The store outlives an attempt: without a prefix gloo would connect to addresses of dead processes.
+    store = dist.PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=workers, timeout=timedelta(seconds=30))
     model, optimizer = prepared(work)
     saved, step = Path(work.folder) / "checkpoint.pt", 0
     if saved.exists():
@@ -134,7 +173,6 @@ def with_torchrun(work: Work) -> None:
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
     forward = torch.nn.parallel.DistributedDataParallel(model)
-    log = Log(work, rank)
     while True:
         forward().backward()
         optimizer.step()
@@ -149,8 +187,11 @@ def with_torchrun(work: Work) -> None:
 
 def agent(work: Work) -> None:
     """Run torchrun's agent in this process; it forks the workers."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    for name in TORCHRUN_MODULES:
+        import_module(name)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -161,6 +202,7 @@ def agent(work: Work) -> None:
         monitor_interval=0.1,
         start_method="fork",
         run_id="goodput",
+        logs_specs=DefaultLogsSpecs(log_dir=str(Path(work.folder) / "torchelastic")),  # removed with the folder
     )
     elastic_launch(config, with_torchrun)(work)
 
@@ -169,36 +211,57 @@ def agent(work: Work) -> None:
 
 
 class Steps:
-    """The steps in the logs of a run, by worker."""
+    """The logs of a run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def rows(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Rank, process id and line of every step."""
-        for path in sorted(self._folder.glob("*-*.jsonl")):
-            rank, pid = map(int, path.stem.split("-"))
-            for line in path.read_bytes().splitlines(keepends=True):
-                if line.endswith(b"\n"):
-                    yield rank, pid, json.loads(line)
-
-    def useful(self, begin: float, end: float) -> int:
-        """Number of different steps of workers that ended between two times."""
-        return len({(r, row["step"]) for r, _, row in self.rows() if row["useful"] and begin <= row["t"] <= end})
+    def _logs(self) -> list[tuple[int, int, int, Path]]:
+        """Start time, rank, process id and file of every process, in the order of their starts."""
+        found = []
+        for path in self._folder.glob("*-*-*.jsonl"):
+            rank, pid, started = map(int, path.stem.split("-"))
+            found.append((started, rank, pid, path))
+        return sorted(found)
 
     def processes(self) -> dict[int, int]:
-        """The process of each rank that stepped last."""
-        latest: dict[int, tuple[float, int]] = {}
-        for rank, pid, row in self.rows():
-            latest[rank] = max(latest.get(rank, (0.0, 0)), (row["t"], pid))
-        return {rank: pid for rank, (_, pid) in latest.items()}
+        """The newest process of each rank; it may have made no step yet, and it may be dead."""
+        return {rank: pid for _, rank, pid, _ in self._logs()}
+
+    def stepped(self) -> set[int]:
+        """The ranks of which a process has made a step."""
+        return {rank for _, rank, _, path in self._logs() if path.stat().st_size}
+
+    def useful(self, begin: float, end: float) -> list[float]:
+        """When the useful steps of all workers ended that ended between two times; a repeated step counts once."""
+        first: dict[tuple[int, int], float] = {}
+        for _, rank, _, path in self._logs():
+            kept: list[dict[str, Any]] = []
+            for line in path.read_bytes().splitlines(keepends=True):
+                if line.endswith(b"\n"):  # the process may have been killed while it wrote
+                    kept.append(json.loads(line))
+                    del kept[len(kept) - kept[-1]["lost"] :]
+            for row in kept:
+                first.setdefault((rank, row["step"]), row["t"])  # logs are in the order of their starts
+        return sorted(t for t in first.values() if begin <= t <= end)
 
 
-class Job(NamedTuple):
+def alive(pid: int, parent: int) -> bool:
+    """Whether a process runs, is no zombie, and is a child of `parent`; a number may belong to a stranger by now."""
+    try:
+        state, of = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return False
+    return state not in "ZX" and int(of) == parent
+
+
+@dataclass
+class Job:
     """A running job: `kill(rank)` kills a worker and has it replaced after the delay, `tick()` starts what is due."""
 
     kill: Callable[[int], bool]
     tick: Callable[[], None]
+    failed: list[int] = field(default_factory=list)  # the ranks of workers that ended without being killed
 
 
 @contextmanager
@@ -210,6 +273,7 @@ def pooled(fn: Callable[[int, Work], None], work: Work) -> Iterator[Job]:
         cluster.pool(env={"GOSSAMER_DIRECTORY": address}) as pool,
     ):
         due: dict[int, float] = {}
+        failed: list[int] = []
 
         def kill(rank: int) -> bool:
             if rank in due:
@@ -221,7 +285,8 @@ def pooled(fn: Callable[[int, Work], None], work: Work) -> Iterator[Job]:
         def tick() -> None:
             for worker in pool.poll(0.02):
                 if not worker.killed:
-                    print(f"worker {worker.rank} ended: {worker.why[-400:]}", file=sys.stderr)
+                    print(f"worker {worker.rank} ended: {worker.why.strip()[-200:]}", file=sys.stderr)
+                    failed.append(worker.rank)
                     due.setdefault(worker.rank, time.monotonic() + work.delay)
             for rank in [r for r, at in due.items() if at <= time.monotonic()]:
                 del due[rank]
@@ -229,7 +294,7 @@ def pooled(fn: Callable[[int, Work], None], work: Work) -> Iterator[Job]:
 
         for rank in range(WORKERS):
             pool.start(rank, fn, work)
-        yield Job(kill, tick)
+        yield Job(kill, tick, failed)
         pool.kill()
 
 
@@ -239,14 +304,14 @@ def restarted(work: Work) -> Iterator[Job]:
     command = [sys.executable, __file__, "--agent", json.dumps(work)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with (Path(work.folder) / "agent.txt").open("wb") as output:
-        process = subprocess.Popen(command, env=env, stdout=output, stderr=output)
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
     steps = Steps(Path(work.folder))
 
     def kill(rank: int) -> bool:
-        try:
-            os.kill(steps.processes()[rank], signal.SIGKILL)
-        except ProcessLookupError:
-            return False  # the job is starting again
+        pid = steps.processes()[rank]
+        if not alive(pid, process.pid):
+            return False  # its replacement has not started
+        os.kill(pid, signal.SIGKILL)
         return True
 
     def tick() -> None:
@@ -258,15 +323,21 @@ def restarted(work: Work) -> Iterator[Job]:
         yield Job(kill, tick)
     finally:
         process.send_signal(signal.SIGTERM)  # the agent ends its workers
-        process.wait()
+        try:
+            process.wait(60.0)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # whoever is left of the session
 
 
 def run(system: str, every: float | None, args: argparse.Namespace) -> dict[str, Any]:
     """One system under one rate of failures."""
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="gossamer-goodput-") as name:
         work = Work(name, args.compute, args.model_mb, args.delay, args.checkpoint_every)
         lighthouse = None
         if system == "torchft":
+            os.environ.setdefault("RUST_LOG", "warn")  # a lighthouse prints several lines per step
             from torchft.coordination import LighthouseServer
 
             lighthouse = LighthouseServer(
@@ -278,7 +349,7 @@ def run(system: str, every: float | None, args: argparse.Namespace) -> dict[str,
         steps, draw = Steps(Path(name)), random.Random(f"{args.seed} {every}")
         started = time.monotonic()
         with pooled(functions[system], work) if system in functions else restarted(work) as job:
-            while len(steps.processes()) < WORKERS:
+            while len(steps.stepped()) < WORKERS:
                 job.tick()
                 if time.monotonic() > started + 120:
                     raise SystemExit(f"{system}: not all workers made a step within 120 s")
@@ -294,21 +365,69 @@ def run(system: str, every: float | None, args: argparse.Namespace) -> dict[str,
                             missed += 1
                         due += every or 0.0
                     job.tick()
-        useful = steps.useful(begin, end)
-        by_second = [steps.useful(begin + s, begin + s + 1) for s in range(int(args.seconds))]
+        times = steps.useful(begin, end)
     if lighthouse is not None:
         lighthouse.shutdown()
+    discarded = lost_by_kills(system, kills, len(times))
+    by_second = [0] * math.ceil(args.seconds)
+    for t in times:
+        by_second[min(int(t - begin), len(by_second) - 1)] += 1
     return {
         "system": system,
         "failure_every_s": every,
-        "goodput": useful * args.compute / (WORKERS * args.seconds),
-        "useful_steps": useful,
+        "goodput": (len(times) - discarded) * args.compute / (WORKERS * args.seconds),
+        "useful_steps": len(times) - discarded,
+        "subtracted_steps": discarded,
         "kills": kills,
         "kills_that_met_nobody": missed,
+        "ended_by_themselves": len(job.failed),  # workers that failed without being killed; torchrun's are not counted
         "cpu_use": meter.use,
         "saturated": meter.saturated,
-        "steps_by_second": by_second,
+        "load_before": load,
+        "steps_by_second": by_second,  # with those that were subtracted
     }
+
+
+def lost_by_kills(system: str, kills: int, steps: int) -> int:
+    """How many of the steps that were made are subtracted because no neighbor may have got them before a kill.
+
+    An elastic job mixes a step during the next one. With torchft and torchrun a logged step is part of all models.
+    """
+    return min(kills, steps) if system == "gossamer" else 0
+
+
+class Rows:
+    """The results of a record, one line each in `rows.jsonl`; with no folder they are only kept."""
+
+    def __init__(self, out: Path | None, settings: dict[str, Any]) -> None:
+        self._file = None if out is None else out / "rows.jsonl"
+        self._settings = settings
+        self._found: dict[tuple[str, float | None], dict[str, Any]] = {}
+        if self._file is None or not self._file.exists():
+            return
+        for line in self._file.read_text().splitlines():
+            row = json.loads(line)
+            if row.pop("settings") != settings:
+                raise SystemExit(f"{self._file} has results of other settings; choose another --out, or remove it")
+            self._found[row["system"], row["failure_every_s"]] = row
+
+    def finished(self, system: str, every: float | None) -> bool:
+        """Whether there is a valid result."""
+        return (system, every) in self._found and not self._found[system, every]["saturated"]
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep a result; a later one of the same system and rate replaces it."""
+        self._found[row["system"], row["failure_every_s"]] = row
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("a") as file:
+                file.write(json.dumps({**row, "settings": self._settings}) + "\n")
+
+    def ordered(self) -> list[dict[str, Any]]:
+        """The results by rate, the rarest failures first, and by system."""
+        return [
+            self._found[key] for key in sorted(self._found, key=lambda k: (-(k[1] or math.inf), SYSTEMS.index(k[0])))
+        ]
 
 
 def main() -> None:
@@ -327,35 +446,72 @@ def main() -> None:
     if args.agent:
         agent(Work(*json.loads(args.agent)))
         return
-    rows = []
+    systems, before = args.systems.split(","), environment()
+    if unknown := set(systems) - set(SYSTEMS):
+        parser.error(f"--systems are of {', '.join(SYSTEMS)}, got {', '.join(sorted(unknown))}")
+    if "torchft" in systems:
+        before["versions"]["torchft"] = metadata.version("torchft")
+    # There is one fork server, so it imports torchft before the first run.
+    warm_up(*POOL_MODULES, *(TORCHFT_MODULES if "torchft" in systems else ()))
+    settings = {key: value for key, value in vars(args).items() if key not in ("out", "agent", "every", "systems")}
+    rows = Rows(args.out, settings)
     for rate in args.every.split(","):
-        for system in args.systems.split(","):
-            row = run(system, None if rate == "none" else float(rate), args)
-            rows.append(row)
+        every = None if rate == "none" else float(rate)
+        for system in systems:
+            if rows.finished(system, every):
+                print(f"{system:10} a failure every {rate:>4} s: measured before", flush=True)
+                continue
+            row = run(system, every, args)
+            rows.add(row)
+            kills = f"{row['kills']} kills, {row['kills_that_met_nobody']} misses"
             print(
-                f"{system:10} a failure every {rate:>4} s: goodput {row['goodput']:.1%}, {row['kills']} kills, "
-                f"cores {row['cpu_use']:.0%}" + (" SATURATED" if row["saturated"] else ""),
+                f"{system:10} a failure every {rate:>4} s: goodput {row['goodput']:.1%}, {kills}, "
+                f"{row['ended_by_themselves']} failed by themselves, cores {row['cpu_use'] or 0.0:.0%}"
+                + (" SATURATED" if row["saturated"] else ""),
                 flush=True,
             )
+    print(target_sentence(rows.ordered()))
     if args.out:
-        settings = {key: value for key, value in vars(args).items() if key not in ("out", "agent")}
-        write(args.out, settings, rows)
+        write(args.out, settings, rows.ordered(), before)
 
 
-def write(out: Path, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def target_sentence(rows: list[dict[str, Any]]) -> str:
+    """The target, and whether it was reached."""
+    text = f"The target is a goodput of at least {TARGET:.0%} at one failure every {TARGET_EVERY:g} s. "
+    found = [r for r in rows if (r["system"], r["failure_every_s"]) == ("gossamer", TARGET_EVERY)]
+    if not found:
+        return text + "It was not measured."
+    goodput = found[0]["goodput"]
+    if found[0]["saturated"]:
+        return text + f"The measurement is not valid, because the cores were saturated: {goodput:.1%}."
+    return text + f"It was {'reached' if goodput >= TARGET else 'NOT reached'}: {goodput:.1%}."
+
+
+def write(out: Path, settings: dict[str, Any], rows: list[dict[str, Any]], before: dict[str, Any]) -> None:
     rates = list(dict.fromkeys(row["failure_every_s"] for row in rows))
     found = {(row["system"], row["failure_every_s"]): row for row in rows}
     heads = ["none" if rate is None else f"every {rate:g} s" for rate in rates]
     lines = [f"| Failures | {' | '.join(heads)} |", f"|---|{'---|' * len(rates)}"]
     for system in dict.fromkeys(row["system"] for row in rows):
-        cells = [f"{found[system, rate]['goodput']:.1%}" for rate in rates]
-        lines.append(f"| {system} | {' | '.join(cells)} |")
+        lines.append(f"| {system} | {' | '.join(cell(found.get((system, rate))) for rate in rates)} |")
+    saturated = [row for row in rows if row["saturated"]]
+    where = ", ".join(f"{row['system']} {heads[rates.index(row['failure_every_s'])]}" for row in saturated)
+    text = "Share of the workers' time that went into useful steps; a kill misses if the worker is not there:"
     write_record(
         out,
         data={"settings": settings, "rows": rows},
-        summary="\n".join(["Share of the workers' time that went into useful steps:", "", *lines]),
-        environment=environment(),
+        summary="\n".join([text, "", *lines, "", target_sentence(rows)]),
+        note=f"INVALID where the cores were saturated: {where}." if saturated else "",
+        environment=before,
     )
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    """A result as it stands in the table."""
+    if row is None:
+        return "-"
+    kills = f" ({row['kills']} kills, {row['kills_that_met_nobody']} misses)" if row["failure_every_s"] else ""
+    return f"{'INVALID ' if row['saturated'] else ''}{row['goodput']:.1%}{kills}"
 
 
 if __name__ == "__main__":

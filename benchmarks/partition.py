@@ -1,11 +1,12 @@
 """The network falls into two halves for 30 seconds: what each half does, and what becomes of the model.
 
-    python benchmarks/partition.py --out benchmarks/records/partition          # about 12 minutes
+    python benchmarks/partition.py --out benchmarks/records/partition          # about 14 minutes
 
-Two nodes of four workers train the task of `gossamer chaos` with `on_failure="continue"` for two minutes; after 40 s
-the link between the nodes loses every packet for 30 s. The half that reaches the directory goes on as a job of four.
-The other half goes on too, and joins again when the link is back: its workers take the state of a member. The same
-seeds run without a fault.
+Two nodes of four workers train the task of `gossamer chaos` with `on_failure="continue"` for two minutes; after a third
+of the time the link between the nodes loses every packet for 30 s. The half that reaches the directory goes on as a job
+of four. The other half goes on too, and joins again when the link is back: its workers take the state of a member. The
+same seeds run without a fault. The loss is within the noise if its mean is above that of the runs without a fault by no
+more than their spread, the difference of the largest and the smallest.
 
 Which state the job should continue with was decided by `merged`: eight workers that average exactly train as two
 halves for as many steps, and then either all take the first half's state, or all take the mean of all eight.
@@ -14,11 +15,12 @@ halves for as many steps, and then either all take the first half's state, or al
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,35 +34,49 @@ from gossamer.lab.chaos.worker import final_loss, train
 from gossamer.report.record import environment, write_record
 
 HALVES = (4, 4)
-BEGIN, LASTS, SECONDS = 40.0, 30.0, 120.0
 RULES = ("no partition", "the first half's state", "the mean of all")
 
 
-def lab(seed: int, cut: bool) -> dict[str, Any]:
+class Times(NamedTuple):
+    """The seconds of a run, and when the partition begins and ends."""
+
+    run: float
+    begin: float
+    end: float
+
+
+def lab(seed: int, cut: bool, times: Times, compute: float) -> dict[str, Any]:
     """One run in the lab, with or without the partition."""
-    chaos = ChaosConfig(per_node=HALVES, seconds=SECONDS, faults=0, seed=seed)
-    plan = [Fault(BEGIN, "cut", (4, 5, 6, 7), BEGIN + LASTS, 1, "packets lost")] if cut else []
+    chaos = ChaosConfig(per_node=HALVES, seconds=times.run, faults=0, seed=seed, compute=compute)
+    plan = [Fault(times.begin, "cut", (4, 5, 6, 7), times.end, 1, "packets lost")] if cut else []
     with chaos.cluster() as cluster, cluster.directory() as address, tempfile.TemporaryDirectory() as folder:
-        job = chaos.job(Path(folder), seed, SECONDS)
+        job = chaos.job(Path(folder), seed, times.run)
         record = run_job(cluster, job, train, plan, env={"GOSSAMER_DIRECTORY": address})
     models = [value["parameters"] for value in record.values.values()]
-    mean = torch.stack(models).mean(0)
     waited = stalls(record, 0.0)
     return {
         "seed": seed,
         "partition": cut,
-        "loss": final_loss(models, job.width),
+        "loss": final_loss(models, job.width) if models else None,
         "workers_at_the_end": len(models),
-        "spread_at_the_end": float((torch.stack(models) - mean).norm() / mean.norm() / len(models) ** 0.5),
+        "spread_at_the_end": spread(models),
         "hangs": len(record.hung),
         "restarts": len(record.ended),
         "longest_stall_s": waited[0]["seconds"] if waited else None,
         "steps": last_steps(record.logs),
-        "steps_in_the_partition": [steps_between(record, r, BEGIN, BEGIN + LASTS) for r in range(sum(HALVES))],
+        "steps_in_the_partition": [steps_between(record, r, times.begin, times.end) for r in range(sum(HALVES))],
         "whole_again_after_s": whole_again(record),
         "cpu_use": record.cpu_use,
         "saturated": record.saturated,
     }
+
+
+def spread(models: list[Tensor]) -> float | None:
+    """The consensus distance of the models, relative to the norm of their mean; None if there are none."""
+    if not models:
+        return None
+    mean = torch.stack(models).mean(0)
+    return float((torch.stack(models) - mean).norm() / mean.norm() / len(models) ** 0.5)
 
 
 def steps_between(record: JobRecord, rank: int, begin: float, end: float) -> int:
@@ -82,8 +98,8 @@ def whole_again(record: JobRecord) -> float | None:
     return max(seen) - mended
 
 
-def merged(seed: int, rule: str, steps: int) -> float:
-    """The final loss of eight workers that average exactly, inside halves during a quarter of the steps."""
+def merged(seed: int, rule: str, steps: int, times: Times) -> float:
+    """The final loss of eight workers that average exactly, inside halves during the partition."""
     torch.manual_seed(seed)
     start, labels = Student(256).state_dict(), teacher()
     models = [Student(256) for _ in range(sum(HALVES))]
@@ -91,7 +107,7 @@ def merged(seed: int, rule: str, steps: int) -> float:
         model.load_state_dict(start)
     optimizers = [torch.optim.Adam(model.parameters(), lr=2e-3, fused=True) for model in models]
     data = [torch.Generator().manual_seed(1009 * seed + rank) for rank in range(len(models))]
-    cut, mend = round(steps * BEGIN / SECONDS), round(steps * (BEGIN + LASTS) / SECONDS)
+    cut, mend = round(steps * times.begin / times.run), round(steps * times.end / times.run)
     for step in range(steps):
         apart = rule != RULES[0] and cut <= step < mend
         for model, optimizer, source in zip(models, optimizers, data, strict=True):
@@ -105,7 +121,7 @@ def merged(seed: int, rule: str, steps: int) -> float:
             state = optimizers[0].state_dict()
             for model, optimizer in zip(models[4:], optimizers[4:], strict=True):
                 model.load_state_dict(models[0].state_dict())
-                optimizer.load_state_dict(state)
+                optimizer.load_state_dict(copy.deepcopy(state))  # else the optimizers would share their moments
         for group_ in (models[:4], models[4:]) if apart else (models,):
             average([list(model.parameters()) for model in group_])
     return final_loss([nn.utils.parameters_to_vector(m.parameters()).detach() for m in models], 256)
@@ -123,36 +139,83 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the record")
     parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--steps", type=int, default=720, help="of a run of `merged`")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of a run")
+    parser.add_argument("--lasts", type=float, default=30.0, help="seconds of the partition")
+    parser.add_argument("--compute", type=float, default=0.4, help="seconds of a step; less saturates two cores")
+    parser.add_argument("--steps", type=int, help="of a run of `merged`; default: as many as in the lab")
     args = parser.parse_args()
+    times = Times(args.seconds, args.seconds / 3, args.seconds / 3 + args.lasts)
+    if times.end >= times.run:
+        parser.error(f"--lasts must be shorter than two thirds of --seconds, got {args.lasts:g} and {args.seconds:g}")
     before, seeds = environment(), list(map(int, args.seeds.split(",")))
     runs = []
     for seed in seeds:
         for cut in (False, True):
-            runs.append(lab(seed, cut))
+            runs.append(lab(seed, cut, times, args.compute))
             print({k: v for k, v in runs[-1].items() if k != "steps"}, flush=True)
     torch.set_num_threads(1)
-    rules = {rule: [merged(seed, rule, args.steps) for seed in seeds] for rule in RULES}
+    made = [step for run in runs if not run["partition"] for step in run["steps"].values()]
+    steps = args.steps or round(statistics.median(made or [args.seconds / args.compute]))
+    rules = {rule: [merged(seed, rule, steps, times) for seed in seeds] for rule in RULES}
+    lines = summary(runs, rules, times, steps)
+    print("\n".join(lines))
+    if args.out:
+        settings = {k: v for k, v in vars(args).items() if k != "out"}
+        saturated = sum(run["saturated"] for run in runs)
+        write_record(
+            args.out,
+            data={"settings": settings, "runs": runs, "rules": rules},
+            summary="\n".join(lines),
+            note=f"INVALID: the cores were saturated in {saturated} of {len(runs)} runs." if saturated else "",
+            environment=before,
+        )
+
+
+def summary(runs: list[dict[str, Any]], rules: dict[str, list[float]], times: Times, steps: int) -> list[str]:
+    """The tables and the verdict, as lines of Markdown."""
     lines = [
         "| seed | loss, calm | loss, partition | workers | longest stall, s | whole again after, s | steps of "
-        "each half in the 30 s |",
-        "|---|---|---|---|---|---|---|",
+        f"each half in the {times.end - times.begin:.0f} s | cores busy, calm and partition |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for calm, cut in zip(runs[::2], runs[1::2], strict=True):
         halves = [statistics.fmean(cut["steps_in_the_partition"][h : h + 4]) for h in (0, 4)]
-        again = cut["whole_again_after_s"]
         lines.append(
-            f"| {calm['seed']} | {calm['loss']:.4f} | {cut['loss']:.4f} | {cut['workers_at_the_end']} of 8 | "
-            f"{cut['longest_stall_s']:.2f} | {'never' if again is None else f'{again:.1f}'} | {halves[0]:.0f}, "
-            f"{halves[1]:.0f} |"
+            f"| {calm['seed']} | {number(calm['loss'], 4)} | {number(cut['loss'], 4)} | {cut['workers_at_the_end']} of "
+            f"{sum(HALVES)} | {number(cut['longest_stall_s'], 2)} | {number(cut['whole_again_after_s'], 1, 'never')} | "
+            f"{halves[0]:.0f}, {halves[1]:.0f} | {busy(calm)}, {busy(cut)} |"
         )
-    lines += ["", f"Which state to continue with (virtual workers, {args.steps} steps, loss by seed):", ""]
+    lines += ["", noise_sentence([r["loss"] for r in runs[::2]], [r["loss"] for r in runs[1::2]])]
+    lines += ["", f"Which state to continue with (virtual workers, {steps} steps, loss by seed):", ""]
     lines += ["| | loss | mean |", "|---|---|---|"]
     for rule, losses in rules.items():
         lines.append(f"| {rule} | {', '.join(f'{x:.4f}' for x in losses)} | {statistics.fmean(losses):.4f} |")
-    print("\n".join(lines))
-    if args.out:
-        write_record(args.out, data={"runs": runs, "rules": rules}, summary="\n".join(lines), environment=before)
+    return lines
+
+
+def number(value: float | None, digits: int, without: str = "-") -> str:
+    return without if value is None else f"{value:.{digits}f}"
+
+
+def busy(run: dict[str, Any]) -> str:
+    use = "-" if run["cpu_use"] is None else f"{run['cpu_use']:.0%}"
+    return f"{use} (INVALID)" if run["saturated"] else use
+
+
+def noise_sentence(calm: list[float | None], cut: list[float | None]) -> str:
+    """Compare the mean losses with and without the partition to the spread of the runs without it."""
+    without, with_ = ([x for x in losses if x is not None] for losses in (calm, cut))
+    if len(without) < len(calm) or len(with_) < len(cut):
+        return "There is no verdict: in some run no worker reached the end."
+    difference = statistics.fmean(with_) - statistics.fmean(without)
+    text = (
+        f"The mean loss is {statistics.fmean(with_):.4f} with the partition and {statistics.fmean(without):.4f} without"
+    )
+    if len(without) < 2:
+        return f"{text}; one seed shows no noise to compare the difference of {difference:+.4f} with."
+    noise = max(without) - min(without)
+    verdict = "within the noise" if difference <= noise else "ABOVE the noise"
+    return f"{text}; the difference of {difference:+.4f} is {verdict} (calm runs spread over {noise:.4f})."
 
 
 if __name__ == "__main__":

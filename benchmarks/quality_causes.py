@@ -9,7 +9,9 @@ averages, the overlap by none. Gradients are clipped by the norm of the averaged
 
 The second moment of a worker is
     local      from the worker's own gradients by their running mean (GossipAdam where nothing is measured)
-    measured   its own, times the ratio of the averaged square to the own square, one ratio per parameter
+    short      its own, times the ratio of the averaged square to the own square, one ratio per parameter
+    measured   the same with a memory of √workers times as many steps (GossipAdam where the signal is measured)
+    shared     the mean of all workers' second moments, times that ratio
     true       that of the averaged gradients
 Results are lines of --out; a study that was stopped goes on where it was.
 """
@@ -42,14 +44,15 @@ BETAS, EPS, WORKERS, CLIP = (0.9, 0.98), 1e-8, 16, 1.0
 Setting = tuple[str, str, str]  # how it mixes, the topology, the second moment
 SETTINGS: list[Setting] = [
     ("all-reduce", "", "true"),
-    ("atc", "complete", "true"),
-    ("atc", "complete", "measured"),
-    ("atc", "complete", "local"),
+    ("atc", "aer", "true"),
     ("atc", "aer", "measured"),
-    ("awc", "complete", "measured"),
+    ("atc", "aer", "short"),
     ("awc", "aer", "true"),
+    ("awc", "aer", "shared"),
     ("awc", "aer", "measured"),
+    ("awc", "aer", "short"),
     ("awc", "aer", "local"),
+    ("awc", "complete", "true"),
 ]
 
 
@@ -63,12 +66,15 @@ class SecondMoment:
 
     def __call__(self, g: Tensor, m: Tensor) -> Tensor:
         (beta1, beta2), self.steps = BETAS, self.steps + 1
-        unbias = 1 / (1 - beta2**self.steps)
+        longer = 1 - (1 - beta2) / math.sqrt(self.rows) if self.kind == "measured" else beta2
+        unbias = 1 / (1 - longer**self.steps)
         if self.kind == "true":
             self.v = torch.lerp(self.v, g.mean(0, keepdim=True).square().expand_as(self.v), 1 - beta2)
             return self.v * unbias
-        self.v = torch.lerp(self.v, g.square(), 1 - beta2)
+        self.v = torch.lerp(self.v, g.square(), 1 - longer)
         own = self.v * unbias
+        if self.kind == "shared":
+            own = own.mean(0, keepdim=True).expand_as(own)
         if self.kind == "local":
             self.q = torch.lerp(self.q, (m / (1 - beta1**self.steps)).square(), 1 - beta2)
             noise = (own - self.q * unbias) / (1 - (1 - beta1) / (1 + beta1))

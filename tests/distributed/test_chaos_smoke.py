@@ -55,7 +55,7 @@ def test_the_command_prints_and_records_a_verdict(tmp_path, capsys):
     assert verdict["leaks"] == {"processes": 0, "threads": 0, "file_descriptors": 0, "namespaces": 0}
     assert len(verdict["faults"]) == 3
     assert verdict["ddp"]["failed"] == 4
-    assert {p.name for p in Path(folder).iterdir()} == {"record.json", "README.md", "timeline.svg"}
+    assert {p.name for p in Path(folder).iterdir()} == {"record.json", "README.md", "timeline.svg", "soak.svg"}
 
 
 def test_a_cluster_must_be_entered():

@@ -266,12 +266,12 @@ def test_a_founder_whose_parent_in_the_broadcast_has_left_takes_another_members_
     """Worker 0 leaves before worker 1 has its initial parameters from it."""
     fetch, started = LinkTable.fetch, threading.Event()
 
-    def late(self, address, ask, timeout):
+    def late(self, address, ask, *limits):
         if self.rank == 1 and ask is Ask.INITIAL_STATE:
             assert started.wait(20)
             workers[2].until(5)
             workers[0].kill()
-        return fetch(self, address, ask, timeout)
+        return fetch(self, address, ask, *limits)
 
     monkeypatch.setattr(LinkTable, "fetch", late)
     with job(monkeypatch, 3, 1, topology="complete", soft_deadline=0.2, hard_deadline=20.0) as made:

@@ -142,6 +142,23 @@ def test_an_elastic_job_replaces_a_killed_worker():
     assert int(ended["0"]) >= 100  # it joined where the others were
 
 
+def test_a_worker_that_is_asked_to_leave_leaves_and_is_replaced():
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "leaving.py"), "--steps", "400"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, **QUICK_NAMES, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    left = re.search(r"worker 1: steps 0 to (\d+), left\nworker 1 ended with code 0", done.stdout)
+    assert left, done.stdout
+    ended = dict(re.findall(r"worker (\d): steps (\d+) to 400, done", done.stdout))
+    assert sorted(ended) == ["0", "1", "2"], done.stdout
+    assert ended["0"] == ended["2"] == "0"
+    assert int(ended["1"]) >= int(left[1]) >= 100
+
+
 @pytest.mark.parametrize("rendezvous", ["--rdzv-backend=static", "--standalone"])
 def test_a_job_that_torchrun_restarts_continues_from_its_checkpoint(rendezvous, tmp_path):
     with reserved_port(Node()) as port:

@@ -25,30 +25,30 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def kill_after(pool: WorkerPool, folder: Path, rank: int, steps: int) -> None:
-    """kill -9, once the worker has done so many steps."""
+def kill_after(pool: WorkerPool, folder: Path, rank: int, steps: int, number: int = signal.SIGKILL) -> None:
+    """kill -9, or another signal, once the worker has done so many steps."""
     path = folder / f"metrics-{rank:05d}.jsonl"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if path.exists() and len(rows(path)) >= steps:
             worker = pool.current(rank)
             assert worker is not None
-            os.kill(worker.pid, signal.SIGKILL)
+            os.kill(worker.pid, number)
             return
         time.sleep(0.02)
 
 
 @pytest.fixture
 def kills(monkeypatch):
-    """Have workers killed: append (folder, rank, steps) before the command is called."""
+    """Have workers killed: append (folder, rank, steps[, signal]) before the command is called."""
     wanted = []
     start = WorkerPool.start
 
     def watched(self, rank, fn, *args, **kwargs):
         worker = start(self, rank, fn, *args, **kwargs)
         if worker.generation == 0 and rank == len(self.specs) - 1:  # the last of the gang
-            for folder, victim, steps in wanted:
-                threading.Thread(target=kill_after, args=(self, folder, victim, steps), daemon=True).start()
+            for folder, *how in wanted:
+                threading.Thread(target=kill_after, args=(self, folder, *how), daemon=True).start()
         return worker
 
     monkeypatch.setattr(WorkerPool, "start", watched)
@@ -77,6 +77,36 @@ def test_a_dead_worker_is_replaced_and_the_run_ends_as_planned(tmp_path, kills, 
     common = rates.keys() & replaced.keys()
     assert max(common) > 50
     assert all(rates[k] == pytest.approx(replaced[k]) for k in common), "the schedule goes on where the others are"
+
+
+def test_a_worker_that_gets_sigterm_leaves_in_good_order_and_is_replaced(tmp_path, kills, capsys):
+    folder = tmp_path / "run"
+    kills.append((folder, 1, 5, signal.SIGTERM))
+    assert main([*TRAIN.split(), "--steps", "150", "--eval-every", "50", "--out", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["step"] == 150
+    assert result["deaths"] == [{"worker": 1, "why": "it left after SIGTERM"}]
+    assert "worker 1 is gone (it left after SIGTERM); replaced (1 of at most 3)" in err
+    assert result["averaged"]["accuracy"] > 0.5
+    waits = json.loads((folder / "waits-00000.json").read_text())
+    assert waits["deadlines"]
+    assert all(0 < seconds < 60 for seconds in waits["deadlines"].values())
+    assert result["held_up"][0]["deadline_seconds"]
+
+
+def test_the_last_worker_that_gets_sigterm_saves_a_checkpoint(tmp_path, kills, capsys):
+    folder = tmp_path / "run"
+    kills.append((folder, 0, 3, signal.SIGKILL))
+    kills.append((folder, 1, 400, signal.SIGTERM))
+    command = "train vision --workers 2 --per-node 2 --method dadam:ring --on-failure continue --json --steps 100000"
+    assert main([*command.split(), "--eval-every", "0", "--max-replacements", "0", "--out", str(folder)]) == 130
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["stopped"]
+    assert result["step"] >= 400
+    assert "resume with: gossamer train --resume" in err
+    assert Checkpoints(folder / "checkpoints", rank=0, workers=1).latest() == result["step"]
 
 
 def test_without_replacements_the_other_workers_continue_and_evaluate(tmp_path, kills, capsys):

@@ -9,7 +9,17 @@ import pytest
 from gossamer.lab.chaos.job import FaultRecord, JobRecord
 from gossamer.lab.chaos.log import LogReader, ProcessLog
 from gossamer.lab.chaos.plan import Fault
-from gossamer.lab.chaos.verdict import back_at, false_drops, flatness, leaks, loss_bound, problems, rejoins, stalls
+from gossamer.lab.chaos.verdict import (
+    back_at,
+    false_drops,
+    flatness,
+    growth_problem,
+    leaks,
+    loss_bound,
+    problems,
+    rejoins,
+    stalls,
+)
 
 BEGIN = 1000.0
 
@@ -112,25 +122,72 @@ def test_leaks_are_summed_without_negative_ones():
     assert leaks(made) == {"processes": 1, "threads": 2, "file_descriptors": 1}
 
 
+def counted(rank=0, *, rss=0.0, descriptors=0.0, threads=0.0, begin=0, end=100, members=()):
+    """A worker whose memory (bytes), descriptors and threads grow evenly by so much within 100 s."""
+    made = log(rank, [], members=members)
+    for k in range(begin, end):
+        grown = int(100e6 + rss * k / 100), int(20 + descriptors * k / 100), int(5 + threads * k / 100)
+        made.census.append((BEGIN + k, *grown))
+    return made
+
+
 @pytest.mark.parametrize(
-    ("growth", "descriptors", "flat"), [(0.0, 0, True), (3e6, 0, True), (20e6, 0, False), (0.0, 5, False)]
+    ("growth", "flat"),
+    [
+        ({}, True),
+        ({"rss": 3e6}, True),
+        ({"rss": 20e6}, False),
+        ({"descriptors": 5}, False),
+        ({"threads": 5}, False),
+        ({"rss": -20e6, "descriptors": -5, "threads": -4}, True),
+    ],
 )
-def test_memory_that_grows_is_not_flat(growth, descriptors, flat):
-    made = log(0, [])
-    made.census = [(BEGIN + k, int(100e6 + growth * k / 100), 20 + descriptors * k // 100, 5) for k in range(100)]
-    result = flatness(recorded([made]))
+def test_what_grows_is_not_flat(growth, flat):
+    result = flatness(recorded([counted(**growth)]))
     assert result["flat"] is flat
-    assert result["workers"][0]["rss_growth_mb"] == pytest.approx(0.74 * growth / 1e6, abs=0.01)
+    assert (growth_problem(result, 0, 100.0) == []) is flat
+    found = result["workers"][0]
+    assert found["rss_growth_mb"] == pytest.approx(0.5 * growth.get("rss", 0.0) / 1e6, rel=0.02)
 
 
 def test_growth_while_warming_up_does_not_count():
     made = log(0, [])
-    made.census = [(BEGIN + k, int(100e6 + 50e6 * min(k, 20) / 20), 20, 5) for k in range(100)]
+    made.census = [(BEGIN + k, int(100e6 + 50e6 * min(k, 20) / 20), 20 + min(k, 20), 5) for k in range(100)]
     assert flatness(recorded([made]))["flat"]
 
 
-def test_too_few_samples_are_not_flat():
-    assert flatness(recorded([log(0, [])]))["flat"] is False
+def test_too_few_samples_are_not_judged_and_a_soak_needs_a_judgement():
+    result = flatness(recorded([log(0, [])]))
+    assert result["flat"] is None
+    assert "no worker lived long enough" in growth_problem(result, 0, 900.0)[0]
+    assert growth_problem(result, 3, 900.0) == []
+
+
+def test_growth_under_faults_is_judged_in_long_runs():
+    fault = Fault(10.0, "kill", (1,), 12.0)
+    grows = flatness(recorded([counted(descriptors=10), counted(1, begin=14)], fault))
+    assert [w["flat"] for w in grows["workers"]] == [False, True]
+    assert growth_problem(grows, 1, 60.0) == [], "a short run has not warmed up"
+    assert "threads of 1 of 2 workers grew" in growth_problem(grows, 1, 900.0)[0]
+    for growth in ({"descriptors": 6}, {"threads": 6}, {"rss": 20e6}):
+        assert flatness(recorded([counted(**growth)], fault))["flat"], "faults let a healthy process grow a little"
+        assert flatness(recorded([counted(**growth)]))["flat"] is False
+    assert flatness(recorded([counted(rss=30e6)], fault))["flat"] is False
+
+
+def test_processes_that_lived_for_less_than_half_of_the_run_are_not_judged():
+    fault = Fault(60.0, "kill", (1,), 62.0)
+    logs = [counted(0), counted(1, end=60), counted(2, begin=62, rss=90e6)]
+    assert [w["worker"] for w in flatness(recorded(logs, fault))["workers"]] == [0, 1]
+
+
+def test_samples_while_a_member_is_away_are_left_out():
+    fault = Fault(20.0, "kill", (1,), 60.0)
+    views = [(0, 1, [0, 1]), (20, 2, [0]), (45, 3, [0, 1])]
+    made = counted(members=views)
+    made.census = [(t, rss, files - 9 * (20 <= t - BEGIN < 45), threads) for t, rss, files, threads in made.census]
+    found = flatness(recorded([made], fault))["workers"][0]
+    assert (found["descriptors_growth"], found["flat"]) == (0, True)
 
 
 def test_the_bound_of_the_loss():
@@ -144,6 +201,7 @@ GOOD = {
     "restarts": 0,
     "not_rejoined": 0,
     "longest_stall_s": 0.6,
+    "saturated": False,
     "final_loss": 1.0,
     "calm_final_losses": [1.0],
     "leaks": {"processes": 0, "threads": 0, "file_descriptors": 0, "namespaces": 0},
@@ -152,9 +210,13 @@ GOOD = {
 
 def test_a_good_run_has_no_problems():
     assert problems(GOOD, soft=0.5) == []
-    assert problems({**GOOD, "longest_stall_s": 1.9}, soft=None) == []
-    assert "stalled for 2.10 s, longer than 2 s" in problems({**GOOD, "longest_stall_s": 2.1}, soft=None)[0]
+    assert problems({**GOOD, "longest_stall_s": 0.9}, soft=None) == []
+    assert "stalled for 1.10 s, longer than 1 s" in problems({**GOOD, "longest_stall_s": 1.1}, soft=None)[0]
     assert problems({**GOOD, "longest_stall_s": None, "calm_final_losses": []}, soft=0.5) == []
+
+
+def test_stalls_on_saturated_cores_are_not_judged():
+    assert problems({**GOOD, "longest_stall_s": 9.0, "saturated": True}, soft=None) == []
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -37,6 +38,21 @@ def test_a_loop_that_ends_in_time_leaves_by_itself(usual):
     until(lambda: departure.asked)
     departure.close()
     assert not told.is_set()
+
+
+def test_a_child_that_was_forked_later_ends_as_usual(usual):
+    """A process of a data loader inherits the handler, and is ended by the same signal."""
+    departure = Departure(lambda: None, [usual], grace=3600.0)
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), usual)
+        time.sleep(60)  # the handler runs at the latest now, and ends the process
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    departure.close()
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == usual
+    assert not departure.asked
 
 
 def test_other_threads_cannot_set_handlers():

@@ -119,7 +119,8 @@ def test_chaos_says_the_verdict(tmp_path):
     found = " ".join(texts(draw_chaos(data, tmp_path / "chaos.svg")))
     assert "Passed: 1 fault in 4 s, no healthy worker stalled for longer than 0.25 s, final loss 0.55" in found
     assert "(without faults 0.5 to 0.6)" in found
-    worker = {"worker": 0, "samples": [[0, 100, 10, 4], [9, 101, 10, 4]], "rss_growth_mb": 1.0,
-              "descriptors_growth": 0.0, "seconds": 9.0}  # fmt: skip
+    worker = {"worker": 0, "generation": 1, "samples": [[0, 100, 10, 4], [9, 101, 10, 4]], "rss_growth_mb": 1.0,
+              "descriptors_growth": 0.0, "threads_growth": 2.0, "seconds": 9.0}  # fmt: skip
     found = texts(draw_soak({"memory": {"workers": [worker]}}, tmp_path / "soak.svg"))
     assert any(t.startswith("Flat lines are right: in 9 s memory grew by at most +1.00 MB") for t in found)
+    assert "worker 0 (replacement 1)" in found

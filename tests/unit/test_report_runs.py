@@ -384,3 +384,20 @@ def test_a_distance_that_was_not_measured_is_no_number(tmp_path, capsys):
     assert row["consensus_distance"] is None
     assert main(["report", str(tmp_path), "--html", str(tmp_path / "r.html")]) == 0
     assert "nan" not in capsys.readouterr().out
+
+
+def test_the_deadlines_of_an_elastic_run_stand_beside_its_waits(tmp_path, capsys):
+    runs = tmp_path / "runs"
+    fake_run(runs / "a", "dadam:ring", 0, loss=1.0, accuracy=0.9, step_seconds=0.2, simulated=False, waited=0.1)
+    fake_run(runs / "b", "ddp", 0, loss=1.0, accuracy=0.9, step_seconds=0.2, simulated=False, waited=0.1)
+    assert "deadline" not in said_of(runs, capsys)
+    for worker, (peer, deadline) in enumerate([(1, 0.25), (0, 0.61)]):
+        row = {"worker": worker, "per_node": [2, 2], "seconds": 2.0, "waited": 0.1, "by_peer": {str(peer): 0.1}}
+        (runs / "a" / f"waits-{worker:05d}.json").write_text(json.dumps({**row, "deadlines": {str(peer): deadline}}))
+    ddp, ring = summary(grouped(load_runs(runs)))
+    assert (ddp["deadline_seconds"], ring["deadline_seconds"]) == (None, 0.61)
+    assert "0.61 s" in said_of(runs, capsys)
+    text = write_html(runs, tmp_path / "page.html").read_text()
+    assert "<h2>Waits and deadlines</h2>" in text
+    assert "<td>1</td><td>0</td><td>0.1 s</td><td>5.0%</td><td>0.61 s</td>" in text
+    assert "| longest deadline |" in write_markdown(runs, tmp_path / "page.md").read_text()

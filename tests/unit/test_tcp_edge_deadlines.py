@@ -6,6 +6,7 @@ import pytest
 
 from gossamer.comm.tcp import inbox as module
 from gossamer.comm.tcp.edge_deadlines import (
+    CONNECTING,
     ENOUGH,
     FIRST,
     SHORTEST,
@@ -63,6 +64,40 @@ def test_an_edge_that_is_not_known_yet_is_given_time():
     for _ in range(ENOUGH):
         edge.arrived(3, 0.0)
     assert edge.of(3) == edge.shortest == 15.0
+
+
+def learning(*lags):
+    """Deadlines of a worker that knows one edge for each of `lags`."""
+    edge = EdgeDeadlines(None)
+    for peer, lag in enumerate(lags):
+        for _ in range(ENOUGH):
+            edge.arrived(peer, lag)
+    return edge
+
+
+def test_a_new_edge_begins_with_what_other_edges_have_shown():
+    assert learning(0.01, 0.9).of(7) == pytest.approx(1.8)
+    assert learning(0.01).of(7) == CONNECTING
+    assert learning(30.0).of(7) == FIRST
+    slow = learning(0.01)
+    slow.step = 10.0
+    assert slow.of(7) == slow.shortest == 5.0
+
+
+def test_a_newcomer_begins_with_what_its_donor_has_learned():
+    donor, newcomer = learning(0.01, 0.9), EdgeDeadlines(None)
+    donor.step = 0.5
+    assert newcomer.learned() is None
+    newcomer.inherit(donor.learned(), donor.step)
+    assert (newcomer.of(0), newcomer.step) == (pytest.approx(1.8), 0.5)
+    assert newcomer.learned() == pytest.approx(0.9)  # which the next newcomer may take from it
+    for _ in range(ENOUGH):
+        newcomer.arrived(0, 0.1)
+    assert newcomer.of(0) == SHORTEST
+    assert newcomer.of(1) == CONNECTING  # its own edges say more than its donor's
+    founder = EdgeDeadlines(None)
+    founder.inherit(None, 0.0)
+    assert founder.of(0) == FIRST
 
 
 def test_a_deadline_of_the_user_is_kept():

@@ -4,7 +4,8 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from elastic import job, until
-from gossamer import HostedDirectory, InputError
+from gossamer import GossamerWarning, HostedDirectory, InputError
+from gossamer.comm.tcp import keeper as module
 from gossamer.comm.tcp import look
 from gossamer.comm.tcp.keeper import Keeper
 
@@ -73,3 +74,53 @@ def test_a_job_without_a_sign_of_life_is_forgotten():
     keeper.look(1111.0)
     assert not store.check(["gossamer/record"])
     assert store.list_keys() == []
+
+
+def test_a_failure_to_write_is_told_once_and_tried_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "EVERY", 0.01)
+    file, looks, look_at = tmp_path / "later" / "directory.json", [], Keeper.look
+
+    def counted(self, now):
+        looks.append(now)
+        look_at(self, now)
+
+    def fail_and_recover():
+        keeper = Keeper(store, file, None)
+        store.set("gossamer/record", "the members")
+        until(lambda: keeper._failing)
+        seen = len(looks)
+        until(lambda: len(looks) > seen + 5)
+        file.parent.mkdir()  # there is room on the disk again
+        until(file.exists)
+        keeper.close()
+
+    monkeypatch.setattr(Keeper, "look", counted)
+    store = HashStore()
+    with pytest.warns(GossamerWarning, match=r"is not kept in .* at present") as told:
+        fail_and_recover()
+    assert len([w for w in told if "is not kept" in str(w.message)]) == 1
+    again = HashStore()
+    Keeper(again, file, None).close()
+    assert look(again, "gossamer/record") == "the members"
+
+
+def test_a_key_that_is_deleted_while_the_keeper_looks_is_left_out(tmp_path):
+    """`get` would wait for it."""
+
+    class Fleeting:
+        def __init__(self):
+            self._store = HashStore()
+
+        def list_keys(self):
+            return [*self._store.list_keys(), "gossamer/meeting/0"]
+
+        def __getattr__(self, name):
+            return getattr(self._store, name)
+
+    store, file = Fleeting(), tmp_path / "directory.json"
+    store.set("gossamer/record", "the members")
+    keeper = Keeper(store, file, None)
+    keeper.close()
+    assert "record" in file.read_text()
+    assert "meeting" not in file.read_text()
+    assert not store.check(["gossamer/meeting/0"])

@@ -1,8 +1,12 @@
 """The record of an elastic job's members: agreement in the directory, restoring it, and reading it."""
 
+import json
 import threading
+from contextlib import suppress
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
 from gossamer.comm.tcp import DirectoryClient, HostedDirectory, Member, Record, Refused, Unreachable, look
@@ -20,15 +24,24 @@ def record(epoch, *ranks):
     return Record(epoch, {rank: member(f"process-{rank}") for rank in ranks}, [3 * epoch])
 
 
+@pytest.fixture(scope="module")
+def hosted():
+    made = HostedDirectory(address="127.0.0.1")
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def directory():
-    hosted = HostedDirectory(address="127.0.0.1")
+def directory(hosted):
+    """A client of an empty directory."""
     client = DirectoryClient(
-        lambda wait: TCPStore("127.0.0.1", hosted.port, is_master=False, wait_for_workers=False), first_wait=5.0
+        lambda wait: TCPStore("127.0.0.1", hosted.port, is_master=False, wait_for_workers=False), first_wait=20.0
     )
+    client.ask_at_start(lambda store: store.check(["record"]))
     yield client
     client.close()
-    hosted.close()
+    for key in hosted._store.list_keys():
+        hosted._store.delete_key(key)
 
 
 def held(directory, key="record"):
@@ -88,20 +101,80 @@ def test_an_older_record_is_replaced_and_a_newer_one_is_followed(directory):
     assert Agreement(directory, FOUNDATION, lambda: record(3, 0, 2)).read() == record(5, 0, 1)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "not JSON",
-        "[]",
-        '{"epoch": 1}',
-        '{"epoch": 1, "members": []}',
-        '{"epoch": 1, "members": {"0": {}}, "starts": []}',
-    ],
-)
-def test_a_record_that_cannot_be_read_is_reported(directory, text):
+FINE = '{"incarnation": "a", "host": "127.0.0.1", "port": 1, "node": "node"}'
+NONSENSE = [
+    "not JSON",
+    "[]",
+    "[" * 3000,
+    '{"epoch": 1}',
+    '{"epoch": 1, "members": []}',
+    '{"epoch": 1, "members": {"0": {}}, "starts": []}',
+    f'{{"epoch": Infinity, "members": {{"0": {FINE}}}, "starts": [0]}}',
+    f'{{"epoch": NaN, "members": {{"0": {FINE}}}, "starts": [0]}}',
+    f'{{"epoch": 4294967296, "members": {{"0": {FINE}}}, "starts": [0]}}',
+    f'{{"epoch": 9, "members": {{"0": {FINE}}}, "starts": [Infinity]}}',
+    f'{{"epoch": 9, "members": {{"0": {FINE}}}, "starts": [-1]}}',
+    f'{{"epoch": 9, "members": {{"0": {FINE}}}, "starts": 3}}',
+    f'{{"epoch": 9, "members": {{"zero": {FINE}}}, "starts": [0]}}',
+    '{"epoch": 9, "members": {"0": {"incarnation": "a", "host": 7, "port": 1, "node": "n"}}, "starts": [0]}',
+    '{"epoch": 9, "members": {"0": {"incarnation": "a", "host": "h", "port": "1", "node": "n"}}, "starts": [0]}',
+    '{"epoch": 9, "members": {"0": {"incarnation": "a", "host": "h", "port": 65536, "node": "n"}}, "starts": [0]}',
+    '{"epoch": 9, "members": {"0": {"incarnation": "a", "host": "h", "port": 1, "node": null}}, "starts": [0]}',
+]
+MISFITS = [
+    '{"epoch": 99, "members": {}, "starts": []}',
+    '{"epoch": 99, "members": {}, "starts": [0]}',
+    f'{{"epoch": 99, "members": {{"0": {FINE}}}, "starts": []}}',
+    f'{{"epoch": 99, "members": {{"0": {FINE}}}, "starts": [0, 0]}}',
+    f'{{"epoch": 99, "members": {{"0": {FINE}, "3": {FINE}}}, "starts": [0]}}',
+    f'{{"epoch": 99, "members": {{"-1": {FINE}}}, "starts": [0]}}',
+]
+
+
+@pytest.mark.parametrize("text", NONSENSE)
+def test_a_record_that_cannot_be_read_is_reported_and_counted(directory, text):
     directory.ask(lambda store: store.set("record", text))
     with pytest.raises(Unreachable, match=r"cannot be read .*; keep other programs from its port"):
         Agreement(directory, FOUNDATION, lambda: None).read()
+    assert directory.refusals == 1
+    assert "cannot be read" in directory.last_refusal
+
+
+@pytest.mark.parametrize("text", [*NONSENSE, *MISFITS])
+def test_a_member_replaces_nonsense_by_its_record(directory, text):
+    directory.ask(lambda store: store.set("record", text))
+    own = record(6, 0, 1)
+    agreement = Agreement(directory, FOUNDATION, lambda: own, lambda found: found.check(3, 1))
+    assert agreement.read() == own
+    assert directory.refusals == 1
+    assert held(directory) == own.text()
+    assert agreement.change(lambda now: Record(now.epoch + 1, now.members, now.starts)).epoch == 7
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=40) | st.recursive(st.none() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["epoch", "members", "starts", "0"]), inner, max_size=4
+    ), max_leaves=8).map(json.dumps))  # fmt: skip
+def test_any_text_is_a_record_or_refused(text):
+    with suppress(ValueError):
+        Record.parse(text).check(3, 1)
+
+
+def test_nonsense_in_an_answer_is_counted_and_the_connection_stays(directory):
+    directory.ask(lambda store: store.set("unit/0", b"\xff\xfe"))
+    with pytest.raises(Unreachable, match="answers nonsense"):
+        directory.ask(lambda store: look(store, "unit/0"))
+    assert directory.refusals == 1
+    assert held(directory) == ""
+
+
+def test_looking_at_a_key_that_is_not_there_leaves_it_so(directory):
+    assert held(directory, "nowhere") == ""
+    assert not directory.ask(lambda store: store.check(["nowhere"]))
+    directory.ask(lambda store: store.add("counter", 3))
+    assert held(directory, "counter") == "3"
+    assert directory.ask(lambda store: store.add("counter", 1)) == 4
 
 
 def test_a_directory_that_hangs_is_asked_again_on_a_new_connection(directory):

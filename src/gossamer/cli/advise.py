@@ -171,7 +171,7 @@ def _print(advice: Advice) -> None:
     rows = table("choice", "ms", "saving", "of fp32", "MB sent", "to 1e-3", "× steps", "score", "settings")
     for r in _varied(advice.shortest()):
         q = r.quality
-        worth = "1" if q.high == 1 else f"{q.value:.2f} to {q.high:.2f}"
+        worth = "1" if q.high == 1 else f"{q.value:.2f}-{q.high:.2f}"
         mixed = "" if r.seconds_to_1e3 is None else f"{r.seconds_to_1e3:.2g} s"
         cells = (f"{r.step_time * 1e3:.1f}", f"{r.saving:.0%}", f"{r.saving_fp32:.0%}", f"{r.bytes_between / 1e6:.3g}")
         rows.add_row(Text(r.method), *cells, mixed, worth, f"{r.score * 1e3:.1f}", _options(r))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,15 +43,18 @@ def chaos(
     nodes: Nodes = None,
     per_node: PerNode = None,
     seconds: Annotated[float, typer.Option(metavar="S", help="Length of a run.")] = 120.0,
-    faults: Annotated[int, typer.Option(help="Number of faults; 0 is a soak test: memory must not grow.")] = 6,
+    faults: Annotated[int, typer.Option(help="Number of faults; 0 is a soak test.")] = 6,
     seed: Annotated[int, typer.Option(help="Seed of the faults and of the training.")] = 1,
     calm_runs: Annotated[int, typer.Option(help="Runs without faults, whose final loss is compared.")] = 1,
     calm_from: Annotated[
         list[Path] | None,
-        typer.Option(metavar="DIR", help="A record of --faults 0 instead of a calm run; may be repeated."),
+        typer.Option(
+            metavar="DIR", help="A record of --faults 0 with the same job instead of a calm run; may be repeated."
+        ),
     ] = None,
     ddp: Annotated[bool, typer.Option("--ddp", help="Try torch's DDP under the first fault as well.")] = False,
     method: Annotated[str, typer.Option(metavar="METHOD", help="NAME[:TOPOLOGY[:WIRE]].")] = "dadam:aer",
+    lr: Annotated[float | None, typer.Option(help="Learning rate; default: 2e-3, or 0.1 with SGD.")] = None,
     compute: Annotated[float, typer.Option(metavar="S", help="Emulated seconds of compute per step.")] = 0.15,
     link: Annotated[str, typer.Option(metavar="RATE", help="Every node's link: 100mbit, or none.")] = "100mbit",
     soft_deadline: Annotated[
@@ -69,6 +72,7 @@ def chaos(
 ) -> None:
     """Train while workers are killed, stopped, cut off, slowed down and replaced; exit code 1 if the job suffers."""
     from gossamer.lab.chaos import ChaosConfig, run_chaos
+    from gossamer.lab.chaos.calm import calm_loss
     from gossamer.lab.namespaces import why_unavailable
     from gossamer.lab.shaping import parse_rate
     from gossamer.report.plots import check_matplotlib, check_output
@@ -91,15 +95,16 @@ def chaos(
         faults=faults,
         seed=seed,
         calm_runs=calm_runs,
-        calm_losses=tuple(map(_final_loss, calm_from or ())),
         ddp=ddp,
         method=method,
+        lr=lr,
         compute=compute,
         link=link,
         soft=soft_deadline,
         hard=hard_deadline,
         network="loopback" if reason or network == "loopback" else "namespaces",
     )
+    asked = replace(asked, calm_losses=tuple(calm_loss(folder, asked) for folder in calm_from or ()))
     planned = asked.plan  # bad input is an error before anything starts
     if out is not None:
         check_record_folder(out)
@@ -118,20 +123,6 @@ def chaos(
         print_rich(*_shown(data, asked))
     if not data["passed"]:
         raise typer.Exit(1)
-
-
-def _final_loss(folder: Path) -> float:
-    """Return the final loss of an earlier run without faults."""
-    try:
-        record = json.loads((folder / "record.json").read_text())
-        loss, faults = record["final_loss"], record["faults"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise InputError(
-            f"there is no record of a run in {folder}; write one with gossamer chaos --faults 0 --out {folder}"
-        ) from None
-    if faults or not isinstance(loss, float):
-        raise InputError(f"the run in {folder} had {len(faults)} faults and is not calm; name one of --faults 0")
-    return loss
 
 
 @contextmanager
@@ -171,7 +162,10 @@ def _write(data: dict[str, Any], plot: Path | None, out: Path | None) -> None:
     if out is not None:
         note = "" if data["valid"] else "INVALID: the cores were saturated, or not every fault could be carried out."
         write_record(out, data=data, summary=markdown(data), note=note, environment=data["environment"])
-        draw(data, out / ("timeline.svg" if data["faults"] else "soak.svg"))
+        if data["faults"]:
+            draw_chaos(data, out / "timeline.svg")
+        if data["memory"]["workers"]:
+            draw_soak(data, out / "soak.svg")
 
 
 def _without_samples(memory: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +175,7 @@ def _without_samples(memory: dict[str, Any]) -> dict[str, Any]:
 def _shown(data: dict[str, Any], asked: ChaosConfig) -> Iterator[Any]:
     from rich.text import Text
 
-    from gossamer.report.chaos import ddp_sentence
+    from gossamer.report.chaos import ddp_sentence, memory_sentence, stall_sentence
 
     where = data["cluster"]
     yield Text(
@@ -190,15 +184,16 @@ def _shown(data: dict[str, Any], asked: ChaosConfig) -> Iterator[Any]:
     )
     if data["faults"]:
         yield _faults(data)
-    else:
+    if data["memory"]["workers"]:
         yield _memory(data)
     calm = ", ".join(f"{x:.4f}" for x in data["calm_final_losses"]) or "-"
     loss = "-" if data["final_loss"] is None else f"{data['final_loss']:.4f}"
-    stall = "-" if data["longest_stall_s"] is None else f"{data['longest_stall_s']:.2f} s"
     yield Text(
-        f"hangs {data['hangs']}, restarts {data['restarts']}, longest stall of a living worker {stall}, "
-        f"rejoined {data['rejoined']}, final loss {loss} (calm: {calm})"
+        f"hangs {data['hangs']}, restarts {data['restarts']}, rejoined {data['rejoined']}, "
+        f"final loss {loss} (calm: {calm})"
     )
+    yield Text(stall_sentence(data))
+    yield Text(memory_sentence(data["memory"]))
     yield Text("left behind: " + ", ".join(f"{v} {k.replace('_', ' ')}" for k, v in data["leaks"].items()))
     if data["ddp"] is not None:
         yield Text(f"DDP under the first fault: {ddp_sentence(data['ddp'])}")
@@ -227,15 +222,18 @@ def _faults(data: dict[str, Any]) -> Any:
 
 
 def _memory(data: dict[str, Any]) -> Any:
-    made = table("worker", "RSS", "growth", "bound", "descriptors", "growth", "flat")
+    from gossamer.report.chaos import process_name
+
+    made = table("worker", "lived", "RSS", "growth", "bound", "descriptors", "threads", "flat")
     for w in data["memory"]["workers"]:
         made.add_row(
-            str(w["worker"]),
+            process_name(w),
+            f"{w['seconds']:.0f} s",
             f"{w['rss_mb']:.1f} MB",
-            f"{w['rss_growth_mb']:+.2f} MB in {w['seconds']:.0f} s",
+            f"{w['rss_growth_mb']:+.2f} MB",
             f"{w['rss_bound_mb']:.1f} MB",
-            f"{w['descriptors']:.0f}",
-            f"{w['descriptors_growth']:+.2f}",
+            f"{w['descriptors']:g} ({w['descriptors_growth']:+g})",
+            f"{w['threads']:g} ({w['threads_growth']:+g})",
             "yes" if w["flat"] else "NO",
         )
     return made

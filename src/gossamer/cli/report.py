@@ -55,6 +55,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     from rich.text import Text  # a method's colons are not emoji
 
     metric = rows[0]["metric"]
+    elastic = any(r.get("deadline_seconds") is not None for r in rows)
     columns = [
         "method",
         "lr",
@@ -64,6 +65,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         "time",
         "MB/step",
         "waits",
+        *(["deadline"] if elastic else []),
         "spread",
     ]
     made = table(*columns)
@@ -82,6 +84,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             "-" if r["relative_time"] is None else f"{r['relative_time']:.0%}",
             f"{r['bytes_per_step'] / 1e6:.3g}",
             "-" if r["waiting"] is None else f"{r['waiting']:.0%}",
+            *(["-" if r.get("deadline_seconds") is None else f"{r['deadline_seconds']:.2g} s"] if elastic else []),
             "-" if r["consensus_distance"] is None else f"{r['consensus_distance']:.2g}",
         )
     Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(made)  # a file has no width

@@ -42,7 +42,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     ),
     WORKERS: ("batched", "threads"),
     "Failures and checkpoints": (
-        *("on_failure", "max_replacements", "soft_deadline", "hard_deadline"),
+        *("on_failure", "max_replacements", "soft_deadline", "hard_deadline", "grace"),
         *("checkpoint_every", "save_final", "keep_last"),
     ),
     OUTPUT: ("eval_every", "trace"),

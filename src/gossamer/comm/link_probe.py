@@ -119,7 +119,7 @@ def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
         each = int(max(f for lead, nodes, f in said if lead and nodes == [a, b]) * seconds / len(flows)) + 1
         elapsed = 0.0
         if edge is not None and len(flows) > 1:  # share() has just brought all workers together
-            elapsed = _swap(edge, each)
+            elapsed = _swap(edge, *_buffers(each))
         took = [json.loads(t) for t in transport.share(f"{stage}/all", json.dumps([[a, b], elapsed]))]
         if leads:
             slowest = max(t for nodes, t in took if nodes == [a, b])
@@ -187,7 +187,8 @@ def _by_size(edge: Edge) -> list[tuple[int, float]]:
     """Seconds to swap single messages, the best of five. Both sides stop at the same size."""
     found: list[tuple[int, float]] = []
     for size in SIZES:
-        took = min(_swap(edge, size) for _ in range(5))
+        there, back = _buffers(size)
+        took = min(_swap(edge, there, back) for _ in range(5))
         found.append((size, took))
         mine, theirs = torch.tensor([took]), torch.zeros(1)
         for work in (edge.recv(theirs, 4), edge.send(mine, 4)):
@@ -224,16 +225,21 @@ def _bandwidth(edge: Edge, leads: bool, seconds: float) -> tuple[float, float]:
             size = int(control[0])
         if size == 0:
             return best
+        there, back = _buffers(size)
         meter.start()
-        elapsed = _swap(edge, size)
+        elapsed = _swap(edge, there, back)
         best = size / elapsed, meter.seconds() / size
         enough = elapsed > 0.6 * seconds or size >= MOST_BYTES
         size = 0 if enough else min(MOST_BYTES, max(2 * size, int(size * seconds / max(elapsed, 1e-6) / 2)))
 
 
-def _swap(edge: Edge, nbytes: int) -> float:
-    """Seconds to send and receive `nbytes` at the same time."""
-    there, back = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+def _buffers(nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two buffers whose pages have been touched: a page fault is not a part of sending."""
+    return torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
+
+
+def _swap(edge: Edge, there: torch.Tensor, back: torch.Tensor) -> float:
+    """Seconds to send one buffer and receive the other at the same time."""
     start = clock()
     for work in (edge.recv(back, 3), edge.send(there, 3)):
         work.wait(timedelta(seconds=300))

@@ -23,6 +23,8 @@ from gossamer.recipes.loop import Diverged
 from gossamer.recipes.run import read_config, run
 from gossamer.recipes.task import make_task
 
+LEFT = "it left after SIGTERM"
+
 
 def run_member(rank: int, folder: str, resume: bool) -> Outcome:
     """Train as member `rank` of an elastic job, which has no process group: members may join and leave."""
@@ -46,8 +48,9 @@ def run_elastic(
 ) -> Outcome:
     """Train on local workers that may die; returns the outcome of the worker with the final evaluation, and `deaths`.
 
-    A worker that dies or raises is replaced while others train, at most `config.max_replacements` times per run. Bad
-    input and the death of the last worker end the run.
+    A worker that dies, raises or leaves after SIGTERM is replaced while others train, at most `config.max_replacements`
+    times per run. Bad input and the death of the last worker end the run; if the last one gets SIGTERM, it saves a
+    checkpoint.
     """
     graceful_stop.clear(folder)
     sweep(folder / "checkpoints")  # no worker is writing yet
@@ -100,17 +103,18 @@ def _watch_over(
     outcomes: dict[int, Outcome] = {}
     while pool.running:
         for worker in pool.poll(0.5):
-            if worker.ending == "returned":
+            left = worker.ending == "returned" and "left" in worker.value
+            if worker.ending == "returned" and not left:
                 outcomes[worker.rank] = worker.value
                 continue
             if isinstance(worker.error, InputError | Diverged):
                 raise worker.error  # a replacement would raise the same error
             if worker.generation and outcomes:
                 continue  # a replacement that joined too late: the run is over
-            why = worker.why.strip().rsplit("\n", 1)[-1]
+            why = LEFT if left else worker.why.strip().rsplit("\n", 1)[-1]
             deaths.append({"worker": worker.rank, "why": why})
             events.write("gone", worker=worker.rank, why=why)
-            if len(deaths) > config.max_replacements and not _begun(folder, began):
+            if len(deaths) > config.max_replacements and not left and not _begun(folder, began):
                 raise WorkerFailed(
                     f"worker {worker.rank} is gone before the job had begun, and is not replaced: {worker.why}",
                     worker.rank,
@@ -120,7 +124,7 @@ def _watch_over(
                 events.write("replaced", worker=worker.rank)
             tell(f"worker {worker.rank} is gone ({why}); {then}")
             if not pool.running and not outcomes:
-                raise WorkerFailed(f"the last worker is gone, worker {worker.rank}: {worker.why}", worker.rank)
+                raise WorkerFailed(f"the last worker is gone, worker {worker.rank}: {worker.why or why}", worker.rank)
     first = min(outcomes, key=lambda rank: (not outcomes[rank].get("final"), "averaged" not in outcomes[rank], rank))
     outcome = {**outcomes[first], "deaths": deaths, "unsaved": _unsaved(outcomes, folder)}
     if outcome["unsaved"] and outcome["stopped"]:

@@ -96,6 +96,8 @@ class RunConfig(BaseModel):
     """Seconds that a step waits for a late neighbor, with --on-failure continue. By default learned per neighbor."""
     hard_deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Seconds of silence after which a worker is dead, with --on-failure continue. By default learned, at least 5."""
+    grace: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    """Seconds in which a worker leaves the others in good order after SIGTERM, with --on-failure continue."""
     checkpoint_every: Whole = 0
     """Steps between checkpoints; 0 saves only at the end and when the run is interrupted."""
     save_final: bool = True

@@ -17,6 +17,7 @@ from gossamer.recipes.strategy import Strategy
 from gossamer.recipes.task import Task
 
 OBSERVED_EVERY = 1.0  # seconds between rows that also say what each worker sent to whom
+TOGETHER = 0.3  # seconds after which a launcher that got SIGTERM as well has asked all workers to stop and save
 
 Row = dict[str, Any]
 Clock = Callable[[int], float]
@@ -36,6 +37,8 @@ class Progress:
     bytes: float = 0.0
     waited: float = 0.0
     stopped: bool = False
+    left: bool = False
+    """This worker was asked to leave; the others continue without it."""
     unsaved: str = ""
     """Why the last checkpoint could not be written."""
     evaluation: dict[str, Any] = field(default_factory=dict)
@@ -47,7 +50,8 @@ class Progress:
 
     def outcome(self) -> dict[str, Any]:
         """Return what the launcher of the run needs: the progress, why the run ended, and the last evaluation."""
-        return {**self.state_dict(), "stopped": self.stopped, "unsaved": self.unsaved, **self.evaluation}
+        left = {"left": True} if self.left else {}
+        return {**self.state_dict(), "stopped": self.stopped, **left, "unsaved": self.unsaved, **self.evaluation}
 
 
 @dataclass
@@ -120,9 +124,15 @@ def train(
 
     misses_meeting()
     while progress.step < config.steps:
-        if stop(progress.step):
+        leaving = strategy.leaving
+        if leaving:
+            time.sleep(TOGETHER)
+        if stop(progress.step) or (leaving and strategy.last):
             progress.stopped = True
             pause(False, strategy.needs_saving(progress.step, began=began, saved=saved))
+            return progress
+        if leaving:
+            progress.left = True
             return progress
         waited_before = strategy.seconds_waited()
         start = time.perf_counter()

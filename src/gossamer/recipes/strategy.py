@@ -5,6 +5,8 @@ Every strategy offers the training loop the same calls. Calls that are marked co
 
 from __future__ import annotations
 
+import signal
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -79,6 +81,16 @@ class Strategy(ABC):
     @property
     def joined(self) -> bool:
         """Whether this worker joined a job that was already training."""
+        return False
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this worker was asked to leave the others, which continue without it."""
+        return False
+
+    @property
+    def last(self) -> bool:
+        """Whether nobody continues if this worker leaves."""
         return False
 
     def workers_of(self, replica: Replica) -> int:
@@ -315,6 +327,8 @@ class ElasticStrategy(GossipStrategy):
         super().__init__(task, method, config, rank, trace)
         assert isinstance(self.gossip, gossamer.ElasticGossip)
         self._batches = config.micro_batches
+        if threading.current_thread() is threading.main_thread():  # only that one may set handlers
+            self.gossip.leave_on(signal.SIGTERM, grace=config.grace)
 
     @property
     def leads(self) -> bool:
@@ -324,6 +338,17 @@ class ElasticStrategy(GossipStrategy):
     @property
     def joined(self) -> bool:
         return self.gossip.joined
+
+    @property
+    def leaving(self) -> bool:
+        return self.gossip.leaving
+
+    @property
+    def last(self) -> bool:
+        return len(self.gossip.stats()["members"]) == 1
+
+    def waits(self) -> dict[str, Any]:
+        return {**super().waits(), "deadlines": self.gossip.stats()["deadline_seconds_by_peer"]}
 
     def consensus_distance(self) -> None:
         """Not measured: that would be a second meeting."""

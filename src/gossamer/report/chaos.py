@@ -100,7 +100,7 @@ def draw_soak(data: Mapping[str, Any], path: str | Path) -> Path:
     for at, worker in enumerate(data["memory"]["workers"]):
         times, rss, descriptors, threads = zip(*worker["samples"], strict=True)
         dash = DASHES[at % len(DASHES)] or (None, None)  # the lines of equal workers lie on each other
-        (line,) = top.plot(times, rss, linewidth=1.2, label=f"worker {worker['worker']}", dashes=dash)
+        (line,) = top.plot(times, rss, linewidth=1.2, label=f"worker {process_name(worker)}", dashes=dash)
         bottom.plot(times, descriptors, linewidth=1, color=line.get_color())
         bottom.plot(times, threads, linewidth=1, linestyle=":", color=line.get_color())
     top.set_ylabel("resident memory (MB)")
@@ -111,11 +111,11 @@ def draw_soak(data: Mapping[str, Any], path: str | Path) -> Path:
     bottom.set_xlim(left=0)
     workers = data["memory"]["workers"]
     growth = max(w["rss_growth_mb"] for w in workers)
-    files = max(w["descriptors_growth"] for w in workers)
+    files, threads = (max(w[f"{what}_growth"] for w in workers) for what in ("descriptors", "threads"))
     say(
         figure,
         f"Flat lines are right: in {max(w['seconds'] for w in workers):.0f} s memory grew by at most {growth:+.2f} MB, "
-        f"and open files by {files:+.1f}.",
+        f"open files by {files:+g}, and threads by {threads:+g}.",
     )
     tidy(top, bottom)
     return save(figure, path)
@@ -144,7 +144,9 @@ def _smooth(points: list[tuple[float, float]], window: int = 20) -> list[tuple[f
 def markdown(data: Mapping[str, Any]) -> str:
     """Return the verdict and the faults as Markdown tables."""
     lines = [
-        f"**{'Passed' if data['passed'] else 'Failed'}.** " + ". ".join(data["problems"]),
+        f"**{'Passed' if data['passed'] else 'Failed'}.** " + "".join(f"{p}. " for p in data["problems"]),
+        stall_sentence(data),
+        memory_sentence(data["memory"]),
         "",
         "| | |",
         "|---|---|",
@@ -161,20 +163,48 @@ def markdown(data: Mapping[str, Any]) -> str:
         lines.append(
             f"| {fault['at']:.1f} | {what} | {_text(fault['victim'])} | {_text(fault['until'])} | {_text(back)} |"
         )
-    if not data["faults"]:
+    if data["memory"]["workers"]:
         lines += [
             "",
-            "| worker | RSS, MB | growth, MB | bound, MB | descriptors | growth |",
-            "|---|---|---|---|---|---|",
+            "| worker | lived, s | RSS, MB | growth, MB | bound, MB | descriptors | growth | threads | growth | flat |",
+            "|---|---|---|---|---|---|---|---|---|---|",
         ]
-        for w in data["memory"]["workers"]:
-            lines.append(
-                f"| {w['worker']} | {w['rss_mb']:.1f} | {w['rss_growth_mb']:+.2f} in {w['seconds']:.0f} s | "
-                f"{w['rss_bound_mb']:.1f} | {w['descriptors']:.0f} | {w['descriptors_growth']:+.2f} |"
-            )
+    for w in data["memory"]["workers"]:
+        lines.append(
+            f"| {process_name(w)} | {w['seconds']:.0f} | {w['rss_mb']:.1f} | {w['rss_growth_mb']:+.2f} | "
+            f"{w['rss_bound_mb']:.1f} | {w['descriptors']:g} | {w['descriptors_growth']:+g} | {w['threads']:g} | "
+            f"{w['threads_growth']:+g} | {'yes' if w['flat'] else 'NO'} |"
+        )
     if data["ddp"] is not None:
         lines += ["", f"torch's DDP under the first of these faults: {ddp_sentence(data['ddp'])}."]
     return "\n".join(lines)
+
+
+def stall_sentence(data: Mapping[str, Any]) -> str:
+    """Compare the longest stall of a worker without a fault with the limit."""
+    stall, limit = data["longest_stall_s"], data["stall_limit_s"]
+    if stall is None:
+        return "No worker without a fault made two steps, so there is no stall to compare."
+    text = f"The longest stall of a worker without a fault was {stall:.2f} s"
+    if data["saturated"]:
+        return f"{text}; the cores were saturated, so this is INVALID and not compared with the limit of {limit:g} s."
+    return f"{text}, {'within' if stall <= limit else 'ABOVE'} the limit of {limit:g} s."
+
+
+def memory_sentence(memory: Mapping[str, Any]) -> str:
+    """Say whether memory, descriptors and threads were flat."""
+    workers = memory["workers"]
+    if not workers:
+        return "Memory was not judged: no process lived for half of the run."
+    return (
+        f"Memory, descriptors and threads were flat in {sum(w['flat'] for w in workers)} of {len(workers)} processes "
+        "that lived for at least half of the run (medians of the second and the last quarter of their lives)."
+    )
+
+
+def process_name(worker: Mapping[str, Any]) -> str:
+    """The rank of a process; a replacement is numbered."""
+    return f"{worker['worker']}" + (f" (replacement {worker['generation']})" if worker["generation"] else "")
 
 
 def ddp_sentence(ddp: Mapping[str, Any]) -> str:

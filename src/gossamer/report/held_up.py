@@ -7,14 +7,14 @@ slow link, for which all wait alike.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from gossamer.errors import InputError
+from gossamer.report.waits import damaged, deadlines_in, wait_rows
 from gossamer.topology import Layout
 from gossamer.trace import Trace, merge
 from gossamer.trace.analysis import stragglers
@@ -54,6 +54,8 @@ class HeldUp:
     waiting: float
     sentence: str
     change: str
+    deadline_seconds: tuple[float, float] | None = None
+    """The shortest and the longest time that an exchange waited for a neighbor; only elastic runs have one."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,15 +66,30 @@ def held_up_in(folder: Path) -> list[HeldUp]:
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder; pass the --out of gossamer train or compare, or a trace folder")
     traced = sorted({f.parent for f in folder.rglob("trace-*.jsonl")})
-    found = [in_trace(merge(place), _name(folder, place)) for place in traced]
-    known = {place.parent if place.name == "trace" else place for place in traced}
+    found = [_beside_deadlines(in_trace(merge(place), _name(folder, place)), _run_of(place)) for place in traced]
+    known = {_run_of(place) for place in traced}
     for place in sorted({f.parent for f in folder.rglob("waits-*.json")} - known):
-        found.append(in_waits(place, _name(folder, place)))
+        found.append(_beside_deadlines(in_waits(place, _name(folder, place)), place))
     return found
 
 
+def _run_of(place: Path) -> Path:
+    """The folder of the run whose timeline is in `place`."""
+    return place.parent if place.name == "trace" else place
+
+
+def _beside_deadlines(found: HeldUp, folder: Path) -> HeldUp:
+    """Add how long an exchange of an elastic run waits at most."""
+    deadlines = deadlines_in(folder)
+    if deadlines is None:
+        return found
+    low, high = (f"{seconds:.2g}" for seconds in deadlines)
+    said = f"{found.sentence} An exchange waits at most {low if low == high else f'{low} to {high}'} s for a neighbor."
+    return replace(found, sentence=said, deadline_seconds=deadlines)
+
+
 def _name(folder: Path, place: Path) -> str:
-    inside = place.parent if place.name == "trace" else place
+    inside = _run_of(place)
     return str(inside.relative_to(folder)) if inside != folder else folder.name
 
 
@@ -136,14 +153,13 @@ def _small_buckets(trace: Trace) -> tuple[int, float] | None:
 def in_waits(folder: Path, run: str) -> HeldUp:
     """Return what held up a run that recorded its waits, but no timeline."""
     try:
-        rows = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(folder.glob("waits-*.json"))]
-        rows = [r for r in rows if r["per_node"] == rows[0]["per_node"]]  # a resumed run may have had more workers
+        rows = wait_rows(folder)
         node = Layout.of(rows[0]["per_node"]).node
         shares = {int(r["worker"]): r["waited"] / max(1e-9, r["seconds"]) for r in rows}
         by_link = _link_shares(rows, node)
         buckets, size = int(rows[0]["buckets"]), float(rows[0]["bucket_bytes"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise InputError(f"the waits-*.json in {folder} are damaged; move them away, or train again") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise damaged(folder) from None
     waiting = statistics.fmean(shares.values())
     if waiting < WORTH_NAMING:
         return _nothing(run, waiting)

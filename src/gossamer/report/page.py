@@ -19,12 +19,14 @@ from gossamer.report.plots.style import check_matplotlib, write_text
 from gossamer.report.plots.timeline import timeline_figure, timeline_note
 from gossamer.report.runs import Found, Group, Run, find_runs, grouped, mean_std, read_object, summary
 from gossamer.report.verdict import verdict
+from gossamer.report.waits import waits_in
 from gossamer.trace import Trace, merge, read_chrome
 
 TIMELINE_STEPS = 5
 TIMELINES = 4  # methods whose timeline is shown
 TITLED = 4  # methods that the title names
 POINTS = 400  # of a training curve; more cannot be distinguished
+WAITS = 24  # rows of a table of waits
 
 Column = tuple[str, Callable[[dict[str, Any]], str]]
 
@@ -84,6 +86,7 @@ def _columns(groups: Sequence[Group]) -> list[Column]:
         ("time to the baseline's loss", known("seconds_to_baseline_loss", lambda v: f"{v:.3g} s")),
         ("MB per step", lambda r: f"{r['bytes_per_step'] / 1e6:.3g}"),
         ("waiting", known("waiting", lambda v: f"{v:.0%}")),
+        ("longest deadline", known("deadline_seconds", lambda v: f"{v:.2g} s")),
         ("consensus distance", known("consensus_distance", lambda v: f"{v:.2g}")),
         (f"noise scale, {rows[0]['unit']}", known("noise_scale", rounded)),
     ]
@@ -140,6 +143,7 @@ def _page(folder: Path, found: Found) -> str:
         f'<p class="note">{html.escape(_note(groups))}</p>',
         *_charts(groups),
         *_timelines(groups),
+        *_waits(groups),
         *_details(folder, groups),
     ]
     return page(title, parts)
@@ -210,6 +214,32 @@ def _timelines(groups: Sequence[Group]) -> list[str]:
             notes.append(f"The timelines are not drawn: {error}.")
     noted = [f'<p class="note">{html.escape(note)}</p>' for note in notes]
     return ["<h2>Timelines</h2>", *drawn, *noted] if drawn or noted else []
+
+
+def _waits(groups: Sequence[Group]) -> list[str]:
+    """Return for whom the workers of each elastic method waited, in its first run, beside the deadlines."""
+    parts = []
+    for group in groups:
+        waits = [wait for wait in waits_in(group.runs[0].folder) if wait.deadline is not None]
+        if not waits:
+            continue
+        waits.sort(key=lambda wait: -wait.seconds)
+        rows = "".join(
+            f"<tr><td>{w.worker}</td><td>{w.peer}</td><td>{w.seconds:.3g} s</td><td>{w.share:.1%}</td>"
+            f"<td>{w.deadline:.2g} s</td></tr>"
+            for w in waits[:WAITS]
+        )
+        head = "".join(
+            f"<th>{name}</th>" for name in ("worker", "waited for", "in all", "of its time", "at most, per exchange")
+        )
+        more = f" The longest {WAITS} of {len(waits)} are shown." if len(waits) > WAITS else ""
+        parts += [
+            f'<p>{html.escape(group.label)}</p><div class="scroll"><table><thead><tr>{head}</tr></thead>'
+            f"<tbody>{rows}</tbody></table></div>",
+            f'<p class="note">The last column is the deadline after which the worker went on without that neighbor, as '
+            f"it was at the end.{more}</p>",
+        ]
+    return ["<h2>Waits and deadlines</h2>", *parts] if parts else []
 
 
 def _trace(group: Group) -> Trace | None:

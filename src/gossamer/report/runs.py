@@ -13,6 +13,7 @@ from typing import Any
 
 from gossamer.errors import InputError
 from gossamer.report.rows import read_rows
+from gossamer.report.waits import deadlines_in
 from gossamer.trace import read
 
 WARM = 0.1  # share of the first steps that a measured step time leaves out: connections are made, caches fill
@@ -95,6 +96,12 @@ class Run:
             return None
         spans = [s for s in recorded if s.category != "exchange"]
         return sum(s.seconds for s in spans if s.category == "wait") / sum(s.seconds for s in spans) if spans else None
+
+    @cached_property
+    def deadline(self) -> float | None:
+        """The longest time, in seconds, that an exchange waited for a neighbor; None if the run was not elastic."""
+        found = deadlines_in(self.folder)
+        return None if found is None else found[1]
 
     @property
     def noise_scale(self) -> float | None:
@@ -361,7 +368,7 @@ def summary(groups: Sequence[Group]) -> list[dict[str, Any]]:
         quality, loss = mean_std(g.values(metric)), mean_std(g.values("loss"))
         ends = [r.steps[-1] for r in g.runs]
         times = [reached(r, target) if finished else None for r in g.runs]
-        waits = [r.waiting for r in g.runs]
+        waits, deadlines = [r.waiting for r in g.runs], [r.deadline for r in g.runs if r.deadline is not None]
         steps = min(r.step for r in g.runs)
         seconds, base_seconds = g.step_time * steps, base.step_time * base.runs[0].step
         to_target = statistics.fmean(t for t in times if t is not None) if None not in times else None
@@ -386,6 +393,7 @@ def summary(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 "seconds_to_baseline_loss": to_target,
                 "bytes_per_step": statistics.fmean(e["bytes"] / e["step"] for e in ends),
                 "waiting": None if None in waits else statistics.fmean(w for w in waits if w is not None),
+                "deadline_seconds": max(deadlines, default=None),
                 "consensus_distance": None if math.isnan(distance) else distance,
                 "noise_scale": g.noise_scale,
                 "replica_batch": batches[0],

@@ -5,8 +5,8 @@
 
 from gossamer.comm.tcp.directory import DirectoryClient, HostedDirectory, Unreachable, look
 from gossamer.comm.tcp.edge_deadlines import SILENT
-from gossamer.comm.tcp.frame import Ask, Refused, Verdict, digest
-from gossamer.comm.tcp.links import send_state
+from gossamer.comm.tcp.frame import Ask, Refused, Verdict, digest, read_json, whole_numbers
+from gossamer.comm.tcp.links import send_sign, send_state
 from gossamer.comm.tcp.membership import Membership
 from gossamer.comm.tcp.record import Member, Record
 from gossamer.comm.tcp.rendezvous import Arrival, Rendezvous
@@ -29,5 +29,8 @@ __all__ = [
     "Verdict",
     "digest",
     "look",
+    "read_json",
+    "send_sign",
     "send_state",
+    "whole_numbers",
 ]

@@ -29,6 +29,8 @@ ANSWER = 3.0  # seconds the directory may take to answer
 POLL = 0.02  # seconds between checks of whether all workers have shared their text
 LONGEST_POLL = 0.2  # the same after a while
 PREFIX = "gossamer"  # of all keys
+NOTHING = "\0"  # a value that no key has
+NONSENSE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)  # of a request
 T = TypeVar("T")
 
 
@@ -113,6 +115,8 @@ class DirectoryClient:
         self._first_wait = self._next_wait = first_wait
         self._lock = threading.Lock()
         self._stopped = False
+        self.refusals = 0  # answers of the directory that were nonsense
+        self.last_refusal = ""
         self._requests = self._start_thread()
 
     @classmethod
@@ -150,11 +154,17 @@ class DirectoryClient:
         if fine:
             result: T = value
             return result
-        raise Unreachable(f"the directory is gone: {' '.join(str(value).split())[:200]}") from value
+        what = "answers nonsense" if isinstance(value, NONSENSE) else "is gone"
+        raise Unreachable(f"the directory {what}: {' '.join(str(value).split())[:200]}") from value
 
     def ask_at_start(self, request: Callable[[Store], T]) -> T:
         """Like `ask`, but allow for a directory that starts later than this worker."""
         return self.ask(request, self._first_wait + ANSWER)
+
+    def refuse(self, why: str) -> None:
+        """Count an answer of the directory that is nonsense."""
+        self.refusals += 1
+        self.last_refusal = why
 
     def share(
         self,
@@ -205,13 +215,18 @@ class DirectoryClient:
                     store = PrefixStore(PREFIX, self._connect(wait))
                 answer.put((True, request(store)))
             except Exception as error:
-                store = None  # a failed connection stays failed, so open another one next time
+                if isinstance(error, NONSENSE):  # the connection is fine, but what it says is not
+                    self.refuse(f"the directory's answer cannot be read: {error!r:.200}")
+                else:
+                    store = None  # a failed connection stays failed, so open another one next time
                 answer.put((False, error))
 
 
 def look(store: Store, key: str) -> str:
-    """Return the value of `key`, or an empty text if there is none. Never waits."""
-    return store.get(key).decode() if store.check([key]) else ""
+    """Return the value of `key`, or an empty text if there is none. Never waits, as `store.get` would for a key that
+    is deleted at this moment."""
+    held: str = store.compare_set(key, NOTHING, NOTHING).decode()
+    return "" if held == NOTHING else held
 
 
 def settle(store: Store, key: str, value: str) -> str:

@@ -15,7 +15,9 @@ ENOUGH = 5  # arrivals without which an edge has no deadline of its own
 SPREADS = 6.0  # k
 SHORTEST, LONGEST = 0.25, 600.0  # seconds; the clamps of a soft deadline
 OF_A_STEP = 0.5  # a soft deadline is at least this part of this worker's own step time
-FIRST = 5.0  # seconds, or two steps if that is longer: while an edge has no deadline of its own
+FIRST = 5.0  # seconds, or two steps if that is longer: while nothing is known about any edge
+STRANGE = 2.0  # times the longest deadline of the known edges: while an edge has no deadline of its own
+CONNECTING = 1.0  # seconds; the least for such an edge, whose connection may have to be made first
 BEATS = 20.0  # usual gaps between heartbeats after which a peer counts as dead
 SILENT, SILENT_LONGEST = 5.0, 60.0  # seconds; the clamps of a hard deadline
 
@@ -43,12 +45,23 @@ class EdgeDeadlines:
     def __init__(self, fixed: float | None):
         self.fixed = fixed
         self.step = 0.0  # seconds of this worker's own steps
+        self._inherited: float | None = None  # what another worker had learned
         self._lags: dict[int, deque[float]] = {}
 
     def arrived(self, peer: int, lag: float) -> None:
         """Note that a message of `peer` came `lag` seconds after this worker had begun the exchange (0: before), even
         if this worker had given it up by then."""
         self._lags.setdefault(peer, deque(maxlen=WINDOW)).append(lag)
+
+    def inherit(self, learned: float | None, step: float) -> None:
+        """Begin with what the worker has learned whose state this worker took, and with its step time."""
+        self._inherited = learned
+        self.step = self.step or step
+
+    def learned(self) -> float | None:
+        """The longest deadline of the edges that are known; else the inherited one; else None."""
+        known = [bound for peer in list(self._lags) if (bound := self._known(peer)) is not None]
+        return max(known, default=self._inherited)
 
     @property
     def shortest(self) -> float:
@@ -59,7 +72,13 @@ class EdgeDeadlines:
         """Seconds to wait for `peer`."""
         if self.fixed is not None:
             return self.fixed
+        known = self._known(peer)
+        if known is not None:
+            return min(max(self.shortest, known), LONGEST)
+        first, learned = max(FIRST, 2 * self.step), self.learned()
+        return first if learned is None else min(first, max(CONNECTING, self.shortest, STRANGE * learned))
+
+    def _known(self, peer: int) -> float | None:
+        """The deadline that the arrivals of `peer` ask for; None while they are few."""
         lags = list(self._lags.get(peer, ()))
-        if len(lags) < ENOUGH:
-            return max(FIRST, 2 * self.step)
-        return min(max(self.shortest, usual_bound(lags)), LONGEST)
+        return usual_bound(lags) if len(lags) >= ENOUGH else None

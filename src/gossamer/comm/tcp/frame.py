@@ -28,6 +28,7 @@ HANDSHAKE = 2.0  # seconds for the whole handshake
 HEADER = struct.Struct("!4sBBHIQIHQ8s8s")
 CONTROL = ChannelId(0, Purpose.CONTROL)
 _VERDICT = struct.Struct("!qq")
+MOST_ROUNDS = 2**53  # a number of rounds, events or steps beyond this is nonsense
 
 
 class Refused(GossamerError):
@@ -77,8 +78,8 @@ class FrameHeader:
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview, run: bytes, longest: int) -> FrameHeader:
-        """Return the header in `data`. Raise Refused if there is none, if it belongs to another run, or if it
-        announces more than `longest` bytes."""
+        """Return the header in `data`. Raise Refused if there is none, if it belongs to another run, if it announces
+        more than `longest` bytes, or if its round cannot be true: no earlier round would be waited for after it."""
         magic, kind, purpose, lane, epoch, round, bucket, part, length, theirs, plan = HEADER.unpack(data)
         if magic != MAGIC or kind not in set(Kind) or purpose not in set(Purpose):
             raise Refused(f"what arrived is not a message of Gossamer: it begins with {bytes(data[:8]).hex()}")
@@ -86,6 +87,8 @@ class FrameHeader:
             raise Refused(f"a message of run {theirs.hex()} arrived in run {run.hex()}; are two jobs on one port?")
         if length > longest:
             raise Refused(f"a message announces {length} bytes, more than the {longest} this job can need")
+        if round >= MOST_ROUNDS:
+            raise Refused(f"a message names round {round}, which cannot be true")
         channel = ChannelId(lane, Purpose(purpose))
         return cls(Kind(kind), run, length, plan, channel, epoch, round, bucket, part)
 
@@ -141,11 +144,28 @@ class Hello:
     def parse(cls, fields: dict[str, Any]) -> Hello:
         """Raise Refused for anything that is not a Hello."""
         try:
-            rounds = [int(k) for k in fields["rounds"]]
+            (rank,) = whole_numbers([fields["rank"]])
             ask = Ask(fields["ask"])
-            return cls(str(fields["run"]), int(fields["rank"]), str(fields["incarnation"]), rounds, ask)
-        except (KeyError, TypeError, ValueError) as error:
+            return cls(str(fields["run"]), rank, str(fields["incarnation"]), whole_numbers(fields["rounds"]), ask)
+        except (KeyError, ValueError) as error:
             raise Refused(f"a hello cannot be read: {error}") from error
+
+
+def read_json(text: str | bytes) -> Any:
+    """Return what the JSON `text` of another process says. Raise ValueError if it is not JSON."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def whole_numbers(values: Any) -> list[int]:
+    """Return `values`, which another process says are whole numbers. Raise ValueError if they are not: JSON also knows
+    Infinity, true and 1.5."""
+    fine = isinstance(values, list) and all(type(value) is int and 0 <= value < MOST_ROUNDS for value in values)
+    if not fine:
+        raise ValueError(f"{str(values)[:100]} are not whole numbers from 0 to 2^53")
+    return list(values)
 
 
 def digest(*parts: str) -> bytes:
@@ -221,7 +241,7 @@ def _read_shown(connection: socket.socket, nonce: bytes, role: bytes, deadline: 
     if not hmac.compare_digest(proof, _proof(nonce, role, text)):
         raise Refused("the other side does not know this job's token; set the same GOSSAMER_TOKEN on every worker")
     try:
-        hello = json.loads(text)
+        hello = read_json(text)
     except ValueError as error:
         raise Refused("a hello must be JSON") from error
     if not isinstance(hello, dict):

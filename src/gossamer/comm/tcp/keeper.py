@@ -7,13 +7,16 @@ import json
 import os
 import threading
 import time
+import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from gossamer.errors import InputError
+from gossamer.errors import GossamerWarning, InputError
 
 EVERY = 1.0  # seconds between two looks at the store
+NOTHING = "\0"  # a value that no key has
 SUSPICIONS = "gossamer/suspect/"
 SIGNS = "gossamer/present/"  # what each worker renews while it lives
 
@@ -33,6 +36,7 @@ class Keeper:
         self._saved: dict[str, bytes] = {}
         self._signs: dict[str, bytes] = {}
         self._changed = time.monotonic()  # when a sign last changed
+        self._failing = False  # the last look failed
         if file is not None:
             self._restore(file)
         self._stopped = threading.Event()
@@ -41,15 +45,16 @@ class Keeper:
 
     def look(self, now: float) -> None:
         """Write the contents if they have changed; forget the job if all of its workers are gone at time `now`."""
-        # Suspicions are withdrawn, and reading a key that is gone would wait for it.
         keys = [key for key in self._store.list_keys() if not key.startswith(SUSPICIONS)]
-        held = {key: self._store.get(key) for key in keys}
+        # Workers delete keys, and `get` would wait for a key that is gone; this changes nothing, and does not wait.
+        read = {key: self._store.compare_set(key, NOTHING, NOTHING) for key in keys}
+        held = {key: value for key, value in read.items() if value != NOTHING.encode()}
         signs = {key: value for key, value in held.items() if key.startswith(SIGNS)}
         kept = {key: value for key, value in held.items() if key not in signs}
         if signs != self._signs or not signs:
             self._signs, self._changed = signs, now
         elif self._forget_after is not None and now - self._changed > self._forget_after:
-            for key in held:
+            for key in self._store.list_keys():
                 self._store.delete_key(key)
             self._signs, kept = {}, {}
         if self._file is not None and kept != self._saved:
@@ -61,8 +66,20 @@ class Keeper:
 
     def _run(self) -> None:
         while not self._stopped.wait(EVERY):
+            self._try_to_look()
+        self._try_to_look()
+
+    def _try_to_look(self) -> None:
+        """Look. A failure, such as a full disk, must not end this thread: the next look may succeed."""
+        try:
             self.look(time.monotonic())
-        self.look(time.monotonic())
+            self._failing = False
+        except Exception as error:
+            if not self._failing:
+                self._failing = True
+                text = f"the directory is not kept in {self._file} at present ({error}); it tries again and again"
+                with suppress(GossamerWarning):  # where warnings are errors
+                    warnings.warn(text, GossamerWarning, stacklevel=2)
 
     def _write(self, file: Path, kept: dict[str, bytes]) -> None:
         text = json.dumps({key: base64.b64encode(value).decode() for key, value in sorted(kept.items())})

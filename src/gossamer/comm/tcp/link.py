@@ -190,6 +190,9 @@ class Link:
             owner.refused(self.peer.rank, why)
         except OSError as error:
             why = str(error) or why
+        except Exception as error:  # a frame that nobody thought of
+            why = f"a frame cannot be read: {error!r:.200}"
+            owner.refused(self.peer.rank, why)
         finally:
             self.close(why)
             with suppress(OSError):

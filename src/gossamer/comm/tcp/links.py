@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from gossamer.comm.deadline import Deadline
 from gossamer.comm.tcp.frame import (
     HEADER,
     Ask,
@@ -21,7 +22,7 @@ from gossamer.comm.tcp.frame import (
     read_into,
 )
 from gossamer.comm.tcp.inbox import Inbox
-from gossamer.comm.tcp.link import Link, Peer
+from gossamer.comm.tcp.link import CHUNK, Link, Peer
 
 CONNECT = 1.0  # seconds to open a connection
 LONGEST_STATE = 2**40
@@ -99,12 +100,29 @@ class LinkTable:
             connection.close()
             return False
         try:
-            peer.report(meet(connection, self._hello(), first=True).rounds)
-        except (OSError, Refused):
+            mine = self._hello()
+            theirs = meet(connection, mine, first=True)
+            self._check(peer, mine, theirs)
+        except (OSError, Refused) as error:
+            if isinstance(error, Refused):
+                self.refused(peer.rank, str(error))
             connection.close()
             return False
+        if theirs.incarnation != peer.incarnation:  # the members may have changed, which this worker will hear of
+            connection.close()
+            return False
+        peer.report(theirs.rounds)
         self.install(peer, connection)
         return True
+
+    def _check(self, peer: Peer, mine: Hello, theirs: Hello) -> None:
+        """Raise Refused if `theirs`, who answered at the address of `peer`, is a worker of another job."""
+        if theirs.run != mine.run:
+            peer.dead = "is gone, and another run has its port"
+            self.inbox.lose(peer.rank, "it is dead")
+            raise Refused(f"run {theirs.run!r:.100} answers at its address in place of run {mine.run}")
+        if theirs.rank != peer.rank or len(theirs.rounds) != len(mine.rounds):
+            raise Refused(f"worker {theirs.rank} with {len(theirs.rounds)} lanes answers at its address")
 
     def install(self, peer: Peer, connection: socket.socket) -> None:
         """Use `connection` as the link with `peer`, in place of an older one."""
@@ -131,13 +149,30 @@ class LinkTable:
             return False
         return (hello.run, hello.incarnation) == (self.run.hex(), incarnation)
 
-    def fetch(self, address: tuple[str, int], ask: Ask, timeout: float) -> bytes:
-        """Return the state of the worker at `address`, over a connection of its own."""
+    def fetch(self, address: tuple[str, int], ask: Ask, timeout: float, silence: float | None = None) -> bytes:
+        """Return the state of the worker at `address`, over a connection of its own.
+
+        Raise TimeoutError if that worker does not begin to send within `timeout` seconds, or was silent for `silence`
+        seconds (default: `timeout`); it sends heartbeats until it comes to the end of its step.
+        """
+        deadline, patience = Deadline(timeout), timeout if silence is None else silence
         with socket.create_connection(address, timeout=CONNECT) as connection:
-            meet(connection, replace(self._hello(), ask=ask), first=True, seconds=timeout)
-            connection.settimeout(timeout)
-            header = FrameHeader.unpack(read_exactly(connection, HEADER.size), self.run, LONGEST_STATE)
-            data = bytearray(header.length)
+            theirs = meet(connection, replace(self._hello(), ask=ask), first=True, seconds=patience)
+            if theirs.run != self.run.hex():
+                raise Refused(f"it belongs to run {theirs.run!r:.100}")
+            connection.settimeout(patience)
+            while True:
+                header = FrameHeader.unpack(read_exactly(connection, HEADER.size), self.run, LONGEST_STATE)
+                if header.kind is Kind.STATE:
+                    break
+                if header.kind is not Kind.HEARTBEAT or header.length:
+                    raise Refused(f"it sent {header.kind.name} in place of its state")
+                if deadline.expired:
+                    raise TimeoutError(f"it did not come to the end of its step within {timeout:g} s")
+            try:
+                data = bytearray(header.length)
+            except MemoryError:
+                raise Refused(f"its state has {header.length} bytes, more than this worker has memory for") from None
             read_into(connection, memoryview(data))
             return bytes(data)
 
@@ -195,6 +230,13 @@ class LinkTable:
 
 
 def send_state(connection: socket.socket, run: bytes, data: bytes) -> None:
-    """Answer a `LinkTable.fetch`."""
+    """Answer a `LinkTable.fetch`. The timeout of `connection` holds for each CHUNK bytes, not for all of them."""
     connection.sendall(FrameHeader(Kind.STATE, run, len(data)).pack())
-    connection.sendall(data)
+    view = memoryview(data)
+    for at in range(0, len(data), CHUNK):
+        connection.sendall(view[at : at + CHUNK])
+
+
+def send_sign(connection: socket.socket, run: bytes) -> None:
+    """Tell a worker in `LinkTable.fetch` that its answer will come."""
+    connection.sendall(FrameHeader(Kind.HEARTBEAT, run).pack())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -94,7 +93,7 @@ class Listener:
             if hello.run != self._run.hex():
                 raise Refused(f"a worker of run {hello.run!r} connected to run {self._run.hex()}")
             self._accept(connection, hello)
-        except (OSError, Refused, struct.error) as error:
-            if isinstance(error, Refused) and not isinstance(error, NotMember):
-                self._refused(STRANGER, str(error))
+        except Exception as error:
+            if not isinstance(error, OSError | NotMember):
+                self._refused(STRANGER, str(error) if isinstance(error, Refused) else repr(error))
             connection.close()

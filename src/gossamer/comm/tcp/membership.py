@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from gossamer.comm.tcp.directory import Unreachable
 from gossamer.comm.tcp.edge_deadlines import SILENT, EdgeDeadlines
-from gossamer.comm.tcp.frame import Ask, FrameHeader, Hello, Kind, Refused, Verdict
+from gossamer.comm.tcp.frame import Ask, FrameHeader, Hello, Kind, Refused, Verdict, read_json, whole_numbers
 from gossamer.comm.tcp.link import Peer
 from gossamer.comm.tcp.links import LinkTable
 from gossamer.comm.tcp.listener import Listener, NotMember
@@ -67,6 +67,7 @@ class Membership:
         self.record = Record(0, {}, [0] * arrival.lanes)
         self._rounds = [0] * arrival.lanes
         self._serve, self._margin = serve, margin
+        self._left = False
         self.deadlines = EdgeDeadlines(soft_deadline)
         self.decided = -1  # the latest stage of a meeting that is decided, as far as this worker has heard
         self._news = threading.Condition()
@@ -79,7 +80,9 @@ class Membership:
         self._liveness = Liveness(
             self.links, hard_deadline, lambda: self.record.members, self._heartbeat, self._hurry.set
         )
-        self._agreement = Agreement(self.directory, arrival.foundation, lambda: None if self.excluded else self.record)
+        self._agreement = Agreement(
+            self.directory, arrival.foundation, lambda: None if self.excluded else self.record, self._check
+        )
         self._suspicions = Suspicions(
             self.rank,
             self.directory,
@@ -121,6 +124,7 @@ class Membership:
 
     def leave(self) -> None:
         """Tell the others that this worker leaves, so that nobody waits for it."""
+        self._left = True
         self.links.send_all(FrameHeader(Kind.LEAVING, self.run))
         with suppress(Unreachable):
             self._change(lambda record: self._without(record, self.rank, self.me))
@@ -205,6 +209,9 @@ class Membership:
                 self._drop_dead()
             except Unreachable:
                 pause = min(2 * pause, LONGEST_LOOK)
+            except Exception as error:  # without this thread nobody would be dropped or admitted, and nobody told
+                self.directory.refuse(f"the record of the members cannot be followed: {error!r:.200}")
+                pause = min(2 * pause, LONGEST_LOOK)
 
     def _drop_dead(self) -> None:
         """Propose to continue without the members that enough observers find dead."""
@@ -232,6 +239,11 @@ class Membership:
     def _next(self, record: Record, members: dict[int, Member]) -> Record:
         furthest = [max(own, self.furthest(lane)) for lane, own in enumerate(self._rounds)]
         return Record(record.epoch + 1, members, [k + self._margin for k in furthest])
+
+    def _check(self, record: Record) -> None:
+        """Raise ValueError if `record` cannot be this job's. A job without members is one that all have left."""
+        if record.members or (self.record.members and not self._left):
+            record.check(self.size, len(self._rounds))
 
     def _follow(self, record: Record) -> None:
         """Follow a newer record and pass it on."""
@@ -268,7 +280,6 @@ class Membership:
     def _accept(self, connection: socket.socket, hello: Hello) -> None:
         """Take over a connection of another worker; a link must be of a member of the current epoch."""
         if hello.ask is not Ask.LINK:
-            connection.settimeout(None)
             self._serve(connection, hello.ask)
             return
         member = self.record.members.get(hello.rank)
@@ -287,7 +298,7 @@ class Membership:
     def _on_frame(self, peer: Peer, header: FrameHeader, payload: bytes) -> None:
         try:
             if header.kind in (Kind.HEARTBEAT, Kind.JUMPED):
-                rounds = [int(k) for k in json.loads(payload)]
+                rounds = whole_numbers(read_json(payload))
                 if len(rounds) != len(self._rounds):
                     raise ValueError(f"it has {len(rounds)} lanes, this worker {len(self._rounds)}")
                 if header.kind is Kind.HEARTBEAT:
@@ -297,11 +308,13 @@ class Membership:
                 if header.epoch > self.record.epoch:
                     self._hurry.set()
             elif header.kind is Kind.RECORD:
-                self._follow(Record.parse(payload.decode()))
+                record = Record.parse(payload.decode())
+                self._check(record)
+                self._follow(record)
             elif header.kind is Kind.DECIDED:
                 self.announce(header.round)
             elif header.kind is Kind.LEAVING:
                 peer.dead = "has left"
                 self.links.inbox.lose(peer.rank, "it has left")
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise Refused(f"a frame of worker {peer.rank} cannot be read: {error}") from error

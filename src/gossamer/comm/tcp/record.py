@@ -13,7 +13,9 @@ from typing import Any
 
 from gossamer.comm.process_groups import Store
 from gossamer.comm.tcp.directory import DirectoryClient, Unreachable, look, settle
-from gossamer.comm.tcp.frame import digest
+from gossamer.comm.tcp.frame import digest, read_json, whole_numbers
+
+MOST_EPOCHS = 2**31  # the header of a message has 32 bits for the epoch
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,16 @@ class Member:
     @property
     def address(self) -> tuple[str, int]:
         return self.host, self.port
+
+    @classmethod
+    def of(cls, fields: Any) -> Member:
+        """Return the member that `fields`, from the directory, describe. Raise ValueError if they describe none."""
+        if not isinstance(fields, dict) or set(fields) != {"incarnation", "host", "port", "node"}:
+            raise ValueError(f"{str(fields)[:100]} is not a member")
+        names, port = [fields[key] for key in ("incarnation", "host", "node")], fields["port"]
+        if not all(isinstance(name, str) for name in names) or type(port) is not int or not 0 < port < 2**16:
+            raise ValueError(f"{str(fields)[:100]} is not a member")
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
@@ -53,12 +65,25 @@ class Record:
     @classmethod
     def parse(cls, text: str) -> Record:
         """Raise ValueError if `text` is not a record."""
+        fields = read_json(text)
         try:
-            fields = json.loads(text)
-            members = {int(r): Member(**m) for r, m in fields["members"].items()}
-            return cls(int(fields["epoch"]), members, [int(s) for s in fields["starts"]])
+            members = {int(rank): Member.of(member) for rank, member in fields["members"].items()}
+            starts = whole_numbers(fields["starts"])
+            (epoch,) = whole_numbers([fields["epoch"]])
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"it is not a record of members: {error!r}") from error
+        if epoch >= MOST_EPOCHS:
+            raise ValueError(f"its epoch is {epoch}")
+        return cls(epoch, members, starts)
+
+    def check(self, size: int, lanes: int) -> None:
+        """Raise ValueError if this cannot be a record of a job of `size` workers with `lanes` lanes."""
+        if not self.members:
+            raise ValueError("it has no members")
+        if not all(0 <= rank < size for rank in self.members):
+            raise ValueError(f"its members are {list(self.ranks)[:20]} in a job of {size} workers")
+        if len(self.starts) != lanes:
+            raise ValueError(f"it has {len(self.starts)} lanes, this job {lanes}")
 
 
 @dataclass(frozen=True)
@@ -84,11 +109,18 @@ class Agreement:
         directory: Where the record is kept.
         foundation: What a restarted directory must hold besides the record.
         own: Returns the record this worker follows if it is one of its members, else None. A directory that holds an
-            older record, or none, was restarted, and gets this one back.
+            older record, or none, was restarted, and gets this one back; one that holds nonsense gets it back, too.
+        check: Raises ValueError for a record that cannot be this job's.
     """
 
-    def __init__(self, directory: DirectoryClient, foundation: Foundation, own: Callable[[], Record | None]):
-        self._directory, self._foundation, self._own = directory, foundation, own
+    def __init__(
+        self,
+        directory: DirectoryClient,
+        foundation: Foundation,
+        own: Callable[[], Record | None],
+        check: Callable[[Record], None] = lambda record: None,
+    ):
+        self._directory, self._foundation, self._own, self._check = directory, foundation, own, check
 
     def read(self) -> Record:
         """Return the current record. Raise Unreachable if there is none."""
@@ -111,21 +143,32 @@ class Agreement:
 
     def _read(self) -> tuple[str, Record]:
         text, own = self._directory.ask(lambda store: look(store, "record")), self._own()
-        try:
-            record = Record.parse(text) if text else Record(0, {}, [])
-            if own is not None and record.epoch < own.epoch:
-                text = self._directory.ask(self._restored(text, own))
-                record = Record.parse(text)
-        except ValueError as error:
-            raise Unreachable(
-                f"the directory's record of the members cannot be read ({error}); keep other programs from its port"
-            ) from error
-        if not text:
+        record = self._parsed(text, repairs=own is not None)
+        if own is not None and (record is None or record.epoch < own.epoch):
+            text = self._directory.ask(self._restored(text, own))
+            record = self._parsed(text, repairs=False)
+        if record is None:
             raise Unreachable(
                 "the directory has lost its record of the members, and this worker is not a member; members restore "
                 "the record as soon as they notice"
             )
         return text, record
+
+    def _parsed(self, text: str, *, repairs: bool) -> Record | None:
+        """The record in `text`; None if it is empty. Nonsense is counted, and raises Unreachable unless this worker
+        `repairs` it."""
+        if not text:
+            return None
+        try:
+            record = Record.parse(text)
+            self._check(record)
+        except ValueError as error:
+            why = f"the directory's record of the members cannot be read ({error}); keep other programs from its port"
+            self._directory.refuse(why)
+            if not repairs:
+                raise Unreachable(why) from error
+            return None
+        return record
 
     def _restored(self, held: str, record: Record) -> Callable[[Store], str]:
         """A request that puts back `record` and returns what the directory holds then."""

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from gossamer.comm.deadline import LET_READ, Deadline
 from gossamer.comm.launcher import node_name
 from gossamer.comm.tcp.directory import DirectoryClient, directory_address, look, settle
+from gossamer.comm.tcp.frame import read_json
 from gossamer.comm.tcp.record import Foundation, Member, Record
 
 
@@ -70,8 +71,8 @@ class Rendezvous:
         else:
             agree([self.directory.ask_at_start(lambda store: store.get("founded").decode()), description])
             current = self._record()
-        run = bytes.fromhex(ask(lambda store: settle(store, "run", secrets.token_hex(8))))
-        record = Record.parse(current)
+        run = ask(lambda store: bytes.fromhex(settle(store, "run", secrets.token_hex(8))))
+        record = ask(lambda _: Record.parse(current))  # nonsense is counted, and reported as that
         return Arrival(
             self.rank,
             self.size,
@@ -113,7 +114,8 @@ class Rendezvous:
         entries = share("member", json.dumps(asdict(self._me)))
         if entries is None:
             return None
-        return Record(1, {r: Member(**json.loads(text)) for r, text in enumerate(entries)}, [0] * self.lanes)
+        members = self.directory.ask(lambda _: {r: Member.of(read_json(text)) for r, text in enumerate(entries)})
+        return Record(1, members, [0] * self.lanes)
 
     def _let_others_read(self) -> None:
         """The directory may live in worker 0's process, which must not leave before the others have read why."""

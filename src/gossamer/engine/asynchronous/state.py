@@ -20,6 +20,7 @@ from gossamer.trace import TraceWriter
 
 CHUNK = 2**17  # elements
 ALPHA = 0.5  # of an exchange, on x
+FASTER = 2**20  # times as many steps as others: impossible
 
 
 P = ParamSpec("P")
@@ -134,6 +135,12 @@ class State:
                 if self.x_tilde is not None:
                     xt.add_(towards, alpha=self.alpha_tilde)
         torch.maximum(self.counts, self.heard, out=self.counts)
+
+    def believable(self) -> bool:
+        """Whether the step counts that a partner has sent can be true: no worker takes FASTER times as many steps as
+        any worker that is known. Counts only grow, so one that is nonsense would spread to all, and stay."""
+        most = FASTER * (1 + int(self.counts.max()))
+        return bool(((self.heard >= 0) & (self.heard <= most)).all())
 
     def excuse(self) -> None:
         """Count this worker as the furthest one, so that it holds nobody back while it takes no steps."""

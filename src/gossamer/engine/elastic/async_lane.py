@@ -10,7 +10,8 @@ all workers is conserved as long as nobody dies. A death takes the dead worker's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -88,13 +89,33 @@ class ElasticAsyncLane(MemberLane, AsyncLane):
             self._adopt_loaded()
             self.state.release()
             unit = self.clock.unit if isinstance(self.clock, WallClock) else None
-            return {"x_tilde": self.state.x_tilde, "unit": unit}
+            x_tilde = self.state.x_tilde
+            if x_tilde is not None:
+                with self.state.turns.training():  # a copy: an event may change x~ before the caller reads it
+                    x_tilde = [x.clone() for x in x_tilde]
+            return {"x_tilde": x_tilde, "unit": unit}
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Begin no event, and end the one in flight: it would add its (received - sent) / 2 to other values than those
+        that it sent."""
+        with self._lock:
+            before, self.timetable.limit = self.timetable.limit, self.timetable.started
+            if isinstance(self._thread, ElasticEventThread):
+                self._thread.settle()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.timetable.limit = before
+                self._lock.notify_all()
 
     @torch.no_grad()
     def continue_from(self, rounds: int, steps: int, donated: dict[str, Any]) -> None:
         with self._lock:
             self.overwritten = False
             self.metrics.steps, self.k = steps, rounds
+            self.epoch = 0  # follow the members' plan at once: the events before its start have passed
             self.state.adopt()
             if donated["x_tilde"] is not None and self.state.x_tilde is not None:
                 with self.state.turns.training():

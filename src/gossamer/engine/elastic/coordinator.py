@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from gossamer.comm import Accelerator, Deadline, PeerError, layout_of
 from gossamer.comm.tcp import SILENT, Arrival, Membership, Record, TcpTransport, Unreachable, digest
 from gossamer.engine.coordinator import Coordinator
-from gossamer.engine.elastic.meeting import Attendee, Meetings
+from gossamer.engine.elastic.meeting import Attendee
+from gossamer.engine.elastic.meetings import Meetings
 from gossamer.engine.elastic.state_transfer import Progress, StateTransfer
 from gossamer.engine.flat import longest_message
 from gossamer.errors import GossamerError
@@ -90,8 +92,7 @@ class ElasticCoordinator(Coordinator):
         try:
             self._donated: Progress | None = None  # the progress of the member whose state this worker has
             if arrival.joining:
-                self._donated = self._transfer.fetch(self.members)
-                self.members.admit(self._donated.rounds)
+                self._donated = self._take_state()
             elif broadcast:
                 self._donated = self._transfer.broadcast(self.members, arrival.record)
             self.meetings = Meetings(self.members, settings.timeout, self.hard_deadline)
@@ -151,11 +152,14 @@ class ElasticCoordinator(Coordinator):
 
         def progress() -> Progress:
             rounds, steps = [lane.k for lane in lanes], [lane.metrics.steps for lane in lanes]
-            given = [lane.donation() for lane in lanes]
-            return Progress(rounds, steps, self.meetings.next, self.meetings.parked, given)
+            given, learned = [lane.donation() for lane in lanes], self.members.deadlines
+            return Progress(
+                rounds, steps, self.meetings.next, self.meetings.parked, given, learned.learned(), learned.step
+            )
 
         pace = lanes[0].metrics.pace()
-        self.members.deadlines.step = 0.0 if pace is None else pace[0]
+        if pace is not None:
+            self.members.deadlines.step = pace[0]
         self._transfer.between_steps(progress)
         if self.members.excluded and not self._leaving:
             self._join_again(lanes)
@@ -164,12 +168,21 @@ class ElasticCoordinator(Coordinator):
         """After this worker was stopped or cut off for too long: take the state of a member that is ahead, and join."""
         if self._rank_is_taken():
             return
-        try:
-            progress = self._transfer.fetch(self.members)
-            self.members.admit(progress.rounds)
-        except (PeerError, Unreachable, OSError):
-            return  # still cut off: train alone, and try again after the next step
-        self._continue_from(progress, lanes)
+        with ExitStack() as suspended:
+            for lane in lanes:
+                suspended.enter_context(lane.suspended())
+            try:
+                progress = self._take_state()
+            except (PeerError, Unreachable, OSError):
+                return  # still cut off: train alone, and try again after the next step
+            self._continue_from(progress, lanes)
+
+    def _take_state(self) -> Progress:
+        """Take a member's state and what it has learned, and become a member."""
+        progress = self._transfer.fetch(self.members)
+        self.members.deadlines.inherit(progress.deadline, progress.step_seconds)
+        self.members.admit(progress.rounds)
+        return progress
 
     def _rank_is_taken(self) -> bool:
         """Whether another process has joined with this worker's rank. Raise if that process is alive: two processes

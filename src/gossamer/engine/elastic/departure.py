@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -26,11 +27,15 @@ class Departure:
         if threading.current_thread() is not threading.main_thread():
             raise InputError("leave_on() sets signal handlers, which only the main thread can; call it there")
         self.asked = False
-        self._leave, self._grace = leave, grace
+        self._leave, self._grace, self._process = leave, grace, os.getpid()
         self._timer: threading.Timer | None = None
         self._before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in signals}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a child, forked after the handler was set: it belongs to no job
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         if not self.asked:
             self.asked = True
             self._timer = threading.Timer(PART * self._grace, self._leave)

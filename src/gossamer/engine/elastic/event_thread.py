@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gossamer.comm import Deadline, Job, PeerError, clock
-from gossamer.comm.tcp import Membership, Unreachable, Verdict, look
+from gossamer.comm.tcp import Membership, Unreachable, Verdict, look, read_json
 from gossamer.engine.asynchronous.clock import WallClock
 from gossamer.engine.asynchronous.events import Swap, Timetable
 from gossamer.engine.asynchronous.thread import EventThread, warm_up
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 LOOK = 0.05  # seconds between checks of a job, of the members and of a collective call
 OWED = 4.0  # units by which events may be late
 ASK = 0.25  # seconds between reads of the unit of time in the directory
+SHORTEST_UNIT, LONGEST_UNIT = 1e-7, 1e7  # seconds; a step takes neither less nor more
 
 
 class ElasticEventThread(EventThread):
@@ -88,17 +89,21 @@ class ElasticEventThread(EventThread):
                     self._lock.wait(ASK)
 
     def _settle_unit(self, store: Store, lane: int, mine: float | None) -> float | None:
-        """Post this worker's step time; return the unit once it is decided. Runs on the directory's thread."""
+        """Post this worker's step time; return the unit once it is decided. Runs on the directory's thread, and raises
+        ValueError for nonsense."""
         name = f"unit/{lane}"
         decided = look(store, name)
         if not decided:
             store.set(f"{name}/{self._members.rank}", json.dumps(mine))
             posted = [look(store, f"{name}/{rank}") for rank in self._members.record.ranks]
-            known = [s for text in posted if text and (s := json.loads(text)) is not None]
+            known = [s for text in posted if text and (s := _step_time(text)) is not None]
             if not all(posted) or not known:
                 return None
             decided = store.compare_set(name, "", json.dumps(statistics.median(known))).decode()
-        return float(json.loads(decided))
+        unit = _step_time(decided)
+        if unit is None:
+            raise ValueError("the unit of time is null")
+        return unit
 
     def _take_turn(self) -> Event | None:
         timetable = self._timetable
@@ -132,14 +137,16 @@ class ElasticEventThread(EventThread):
 
     def _attempt(self, event: Event, peer: int) -> bool:
         """Perform `event` with `peer`; return whether both apply it."""
-        passed = self._members.links.peer(peer).rounds
-        if passed and passed[self._lane.index] > event.number + 1:
-            return self._skip(event, peer)  # it is past this event
+        if self._past(event, peer):
+            return self._skip(event, peer)
         with self._lock:
             greeting = self._swap.greet(event, parked=self.parked)
         if not self._arrived([greeting], event, peer, greeting=True):
             return self._skip(event, peer)
         with self._lock:
+            if not self._lane.state.believable():
+                self._lane.metrics.refuse(peer, f"the step counts of event {event.number} cannot be true")
+                return self._skip(event, peer)
             if self._stopping:
                 return self._skip(event, peer)
             self._in_flight = True
@@ -164,7 +171,7 @@ class ElasticEventThread(EventThread):
                 late = clock() - since > deadline and (greeting or partner.silence() > deadline)
                 skipped = inbox.verdict(peer, self._lane.index).on(event.number) is False
                 leaving = greeting and (self._stopping or self._timetable.limit is not None)
-                if late or skipped or leaving:
+                if late or skipped or leaving or self._members.excluded or self._past(event, peer):
                     self._lane.given_up += late
                     self._lane.abandon(jobs)
                     return False
@@ -172,6 +179,11 @@ class ElasticEventThread(EventThread):
             if job.error is not None and not isinstance(job.error, PeerError):
                 raise job.error
         return all(job.error is None for job in jobs)
+
+    def _past(self, event: Event, peer: int) -> bool:
+        """Whether `peer` has begun a later event: it will send nothing more for this one."""
+        rounds = self._members.links.peer(peer).rounds
+        return bool(rounds) and rounds[self._lane.index] > event.number + 1
 
     def _finite(self, jobs: Sequence[Job], peer: int) -> bool:
         """Whether the values that arrived are finite; others are refused and counted."""
@@ -182,7 +194,8 @@ class ElasticEventThread(EventThread):
         return fine
 
     def _both_done(self, event: Event, peer: int) -> bool:
-        """Wait for the partner's verdict. Its death, or its exclusion, means that nobody holds the other half."""
+        """Wait for the partner's verdict. Its death means that nobody holds the other half; if this worker was dropped
+        by the others, it will take a member's state in place of its own."""
         links = self._members.links
         partner, inbox = links.peer(peer), links.inbox
         deadline = Deadline(2 * self._members.hard_deadline(peer))  # an edge that stays broken between two members
@@ -192,6 +205,8 @@ class ElasticEventThread(EventThread):
                 if verdict is not None:
                     return verdict
                 if partner.dead or links.peer(peer) is not partner or deadline.expired or self._members.closed:
+                    return False
+                if self._members.excluded:
                     return False
                 inbox.changed.wait(LOOK)
 
@@ -203,3 +218,11 @@ class ElasticEventThread(EventThread):
     def _judge(self, peer: int, verdict: Verdict) -> None:
         self._verdicts[peer] = verdict
         self._members.judge(peer, self._lane.index, verdict)
+
+
+def _step_time(text: str) -> float | None:
+    """The seconds in `text` of the directory; None where a worker has taken no step. Raise ValueError for nonsense."""
+    said = read_json(text)
+    if said is not None and (type(said) not in (int, float) or not SHORTEST_UNIT <= said <= LONGEST_UNIT):
+        raise ValueError(f"{str(said)[:100]} is not the time of a step in seconds")
+    return None if said is None else float(said)

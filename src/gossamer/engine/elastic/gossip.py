@@ -61,10 +61,11 @@ class ElasticGossip(Gossip):
         return self._meetings.last
 
     def stats(self) -> dict[str, Any]:
-        """Like `Gossip.stats`, with the members, exchanges lost, the longest stall, and refused messages by sender."""
+        """Like `Gossip.stats`, with the members, exchanges lost, the longest stall, and what was refused, by sender."""
         links, stats = self.members.links, super().stats()
         refused = Counter(stats["refused_by_peer"]) + Counter(links.refusals)
-        why = next((lane.metrics.last_refusal for lane in self.lanes if lane.metrics.last_refusal), links.last_refusal)
+        directory = self.members.directory
+        whys = [*(lane.metrics.last_refusal for lane in self.lanes), links.last_refusal, directory.last_refusal]
         return {
             **stats,
             "epoch": self.members.record.epoch,
@@ -75,7 +76,8 @@ class ElasticGossip(Gossip):
             "deadline_seconds_by_peer": {rank: self.members.deadlines.of(rank) for rank in self.lanes[0].neighbors},
             "longest_stall_s": max(lane.longest_stall for lane in self.lanes),
             "refused_by_peer": dict(sorted(refused.items())),
-            "last_refusal": why,
+            "refused_from_directory": directory.refusals,
+            "last_refusal": next(filter(None, whys), ""),
         }
 
     def scalars(self, prefix: str = "gossip/") -> dict[str, float]:

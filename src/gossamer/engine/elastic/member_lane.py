@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +70,10 @@ class MemberLane(Lane):
         self.neighbors = sorted(self._plans.neighbors(record, self.rank))
         self._members.watch(self.neighbors)
         return record
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """Inside the block nothing that began before it, and no exchange at all, changes this lane's values."""
+        return nullcontext()  # without a thread of its own, a lane exchanges when the training thread asks it to
 
     @abstractmethod
     def donation(self) -> dict[str, Any]:

@@ -2,6 +2,10 @@
 
 The state is a `torch.save` of plain values and tensors, read with `weights_only=True`: bytes from the network never
 run code. The training thread only copies the tensors to the host; a thread of its own serializes and sends them.
+
+Note [Why a donor gives signs]: a member can give its state only between two of its steps, and a step or an evaluation
+may take any time. So the member tells a worker that waits for its state every second that it lives: the worker waits
+for a busy member up to the job's `timeout`, and asks the next one if a member is silent.
 """
 
 from __future__ import annotations
@@ -21,10 +25,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from gossamer.comm import Deadline, PeerError
-from gossamer.comm.tcp import Ask, Member, Membership, Record, Refused, send_state
+from gossamer.comm.tcp import Ask, Member, Membership, Record, Refused, send_sign, send_state
 from gossamer.errors import GossamerError
 
-DONATION = 30.0  # seconds in which a donor must finish its step and send its state
+SIGN = 1.0  # seconds between two signs of a donor
+SILENCE = 30.0  # seconds without a sign, or without accepting data, after which the other side is given up
+FAREWELL = 30.0  # seconds that a worker that leaves waits for slower founders
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,40 @@ class Progress:
     meetings: int  # number of the next meeting
     parked: bool  # it waits for that meeting
     lanes: list[dict[str, Any]]  # what a joining worker needs of each lane
+    deadline: float | None  # what this worker has learned about waits for its neighbors, in seconds
+    step_seconds: float  # of this worker's own steps; 0 if not known
+
+
+class Asker:
+    """A worker that waits for this worker's state."""
+
+    def __init__(self, connection: socket.socket, run: bytes):
+        self._connection, self._run = connection, run
+        self._lock = threading.Lock()  # held while bytes are written
+        self._answered = threading.Event()
+
+    def keep_company(self, closed: threading.Event) -> None:
+        """Give signs until `answer`, `close` or `closed`: see Note [Why a donor gives signs]."""
+        with suppress(OSError):  # it has given up
+            while not self._answered.wait(SIGN):
+                if closed.is_set():
+                    self.close()
+                    return
+                with self._lock:
+                    if not self._answered.is_set():
+                        send_sign(self._connection, self._run)
+
+    def answer(self, data: bytes) -> None:
+        """Send the state."""
+        self._answered.set()
+        with self._lock, self._connection, suppress(OSError):
+            send_state(self._connection, self._run, data)
+
+    def close(self) -> None:
+        """Let the worker ask somebody else."""
+        self._answered.set()
+        with self._lock:
+            self._connection.close()
 
 
 class StateTransfer:
@@ -45,7 +85,7 @@ class StateTransfer:
         model: The module whose state is transferred.
         optimizers: The optimizers whose state is transferred.
         run: The id of the run.
-        timeout: Seconds to wait for another worker at the start of the job.
+        timeout: Seconds to wait for another worker at the start of the job, or for the end of a donor's step.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], run: bytes, timeout: float):
@@ -53,7 +93,8 @@ class StateTransfer:
         self._initial: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # one copy for each child in the tree
         self._children: dict[int, Member] = {}  # in the tree, by rank
         self._served: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry for each child that has its copy
-        self._asked: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Asker] = queue.SimpleQueue()
+        self._closed = threading.Event()
 
     def broadcast(self, members: Membership, record: Record) -> Progress | None:
         """Load worker 0's parameters and buffers, which travel down a binary tree. All founders call it.
@@ -85,7 +126,7 @@ class StateTransfer:
 
         A worker that leaves right after the start of the job calls this first: a slower founder still needs it.
         """
-        deadline = Deadline(DONATION)
+        deadline = Deadline(FAREWELL)
         while self._served.qsize() < sum(members.record.members.get(r) == m for r, m in self._children.items()):
             if not deadline.sleep(0.02):
                 return
@@ -98,7 +139,7 @@ class StateTransfer:
         failures = []
         for donor in members.donors():
             try:
-                data = members.links.fetch(donor.address, Ask.STATE, DONATION)
+                data = members.links.fetch(donor.address, Ask.STATE, self._timeout, SILENCE)
             except (OSError, Refused) as error:
                 failures.append(f"{donor.host}:{donor.port} ({error})")
                 continue
@@ -107,9 +148,12 @@ class StateTransfer:
         raise PeerError(f"no member of the running job sent its state: {asked}; is the job still alive?")
 
     def serve(self, connection: socket.socket, ask: Ask) -> None:
-        """Take over the connection of a worker that asks for this worker's state."""
+        """Take over the connection of a worker that asks for this worker's state. Called in a thread of its own."""
+        connection.settimeout(SILENCE)
         if ask is Ask.STATE:
-            self._asked.put(connection)
+            asker = Asker(connection, self._run)
+            self._asked.put(asker)
+            asker.keep_company(self._closed)
             return
         with connection, suppress(queue.Empty, OSError):
             send_state(connection, self._run, self._initial.get(timeout=self._timeout))
@@ -130,15 +174,14 @@ class StateTransfer:
         threading.Thread(target=self._send, args=(asked, copy), name="gossamer-state", daemon=True).start()
 
     def close(self) -> None:
-        for connection in _drained(self._asked):
-            connection.close()
+        self._closed.set()
+        for asker in _drained(self._asked):
+            asker.close()
 
-    def _send(self, asked: list[socket.socket], state: dict[str, Any]) -> None:
+    def _send(self, asked: list[Asker], state: dict[str, Any]) -> None:
         data = _saved(state)
-        for connection in asked:
-            with connection, suppress(OSError):
-                connection.settimeout(DONATION)
-                send_state(connection, self._run, data)
+        for asker in asked:
+            asker.answer(data)
 
     def _load(self, data: bytes, *, optimizers: bool) -> dict[str, Any]:
         try:
@@ -159,7 +202,7 @@ def _saved(state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _drained(waiting: queue.SimpleQueue[socket.socket]) -> list[socket.socket]:
+def _drained(waiting: queue.SimpleQueue[Asker]) -> list[Asker]:
     found = []
     with suppress(queue.Empty):
         while True:

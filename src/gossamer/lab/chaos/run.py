@@ -18,8 +18,17 @@ from gossamer.errors import InputError
 from gossamer.lab.chaos.job import JobRecord, run_job
 from gossamer.lab.chaos.log import ProcessLog, last_steps
 from gossamer.lab.chaos.plan import Fault, make_plan
-from gossamer.lab.chaos.verdict import false_drops, flatness, leaks, problems, rejoins, stalls
-from gossamer.lab.chaos.worker import ChaosJob, final_loss, train, train_ddp, warm
+from gossamer.lab.chaos.verdict import (
+    false_drops,
+    flatness,
+    growth_problem,
+    leaks,
+    problems,
+    rejoins,
+    stall_limit,
+    stalls,
+)
+from gossamer.lab.chaos.worker import LEARNING_RATES, ChaosJob, final_loss, train, train_ddp, warm
 from gossamer.lab.cluster import LabCluster
 from gossamer.lab.namespaces import NETNS, PREFIX, start_time
 from gossamer.lab.workers.placement import Node, reserved_port
@@ -32,7 +41,7 @@ Progress = Callable[[str, float, float], None]  # called with an event, the seco
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosConfig:
-    """The settings of a chaos run. With `faults=0` it is a soak: memory and file descriptors must not grow."""
+    """The settings of a chaos run. With `faults=0` it is a soak: memory, descriptors and threads must not grow."""
 
     per_node: tuple[int, ...] = (2, 2, 2, 2)
     seconds: float = 120.0
@@ -42,7 +51,7 @@ class ChaosConfig:
     calm_losses: tuple[float, ...] = ()  # final losses of earlier runs without faults
     ddp: bool = False  # also run torch's DDP under the first fault
     method: str = "dadam:aer"
-    lr: float = 2e-3
+    lr: float | None = None  # None: that of the method's optimizer in `LEARNING_RATES`
     compute: float = 0.15
     link: str | None = "100mbit"
     network: Literal["namespaces", "loopback"] = "namespaces"
@@ -59,6 +68,8 @@ class ChaosConfig:
             raise InputError(f"calm runs must be 0 to 20, got {self.calm_runs}; pass e.g. 3")
         if not 0.01 <= self.compute <= 10:
             raise InputError(f"compute must be from 0.01 to 10 seconds per step, got {self.compute:g}; pass e.g. 0.15")
+        if self.lr is not None and not 0 < self.lr <= 10:
+            raise InputError(f"the learning rate must be above 0 and at most 10, got {self.lr:g}; pass e.g. 0.002")
         given = [d for d in (self.soft, self.hard, self.timeout) if d is not None]
         if not all(a < b for a, b in pairwise((0.0, *given))):
             got = ", ".join(f"{d:g}" for d in given)
@@ -73,6 +84,10 @@ class ChaosConfig:
         return parse(self.method)
 
     @property
+    def learning_rate(self) -> float:
+        return self.lr if self.lr is not None else LEARNING_RATES[self.parsed.optimizer]
+
+    @property
     def plan(self) -> tuple[Fault, ...]:
         return make_plan(self.per_node, self.seconds, self.faults, self.seed, links=self.network == "namespaces")
 
@@ -85,7 +100,7 @@ class ChaosConfig:
             folder=str(folder),
             method=self.parsed,
             seconds=seconds,
-            lr=self.lr,
+            lr=self.learning_rate,
             compute=self.compute,
             seed=seed,
             timeout=self.timeout,
@@ -208,6 +223,7 @@ def _verdict(
         "hangs": len(record.hung),
         "restarts": len(record.ended),
         "longest_stall_s": stalled[0]["seconds"] if stalled else None,
+        "stall_limit_s": stall_limit(chaos.soft),
         "rejoined": sum(r["seconds"] is not None for r in rejoined),
         "not_rejoined": sum(r["seconds"] is None for r in rejoined),
         "rejoin_s": [r["seconds"] for r in rejoined],
@@ -218,6 +234,7 @@ def _verdict(
         "leaks": {what: kept.get(what, 0) + own_leaks[what] for what in own_leaks},
         "faults": [{**f.fault.describe(), "at": f.at, "until": f.until} for f in record.faults],
         "valid": not record.saturated and len(record.faults) == len(chaos.plan),
+        "saturated": record.saturated,
         "cpu_use": record.cpu_use,
         "steps": last_steps(record.logs),
         "calm_steps": [last_steps(r.logs) for r, _ in calm],
@@ -225,8 +242,9 @@ def _verdict(
         "seconds": record.seconds,
         "cluster": cluster,
         "job": {
-            name: getattr(chaos, name)
-            for name in ("method", "lr", "compute", "soft", "hard", "timeout", "seed", "calm_runs")
+            "lr": chaos.learning_rate,
+            **{name: getattr(chaos, name) for name in ("method", "compute", "soft", "hard", "timeout")},
+            **{name: getattr(chaos, name) for name in ("seed", "calm_runs")},
         },
         "memory": flatness(record),
         "rejoins": rejoined,
@@ -238,9 +256,7 @@ def _verdict(
         "threads_left": {rank: value["threads"] for rank, value in record.values.items() if value.get("threads")},
         "stats": {rank: value.get("stats") for rank, value in record.values.items()},
     }
-    found = problems(verdict, soft=chaos.soft)
-    if not chaos.faults and not verdict["memory"]["flat"]:
-        found.append("memory or descriptors grew during the soak")
+    found = problems(verdict, soft=chaos.soft) + growth_problem(verdict["memory"], chaos.faults, chaos.seconds)
     return {"passed": not found, "problems": found, **verdict}
 
 

@@ -13,10 +13,15 @@ from gossamer.lab.chaos.log import ProcessLog
 AWAY = ("kill", "stop", "cut", "join")  # stalls of a victim of these do not count until the victim is back
 LATE = 2.0  # seconds after a fault within which the others may still drop its victim
 SHORTEST = 0.2  # seconds: shorter stalls are noise and are not listed
-WARM_UP = 0.25  # the first part of a process's life, in which buffers and caches fill, is left out
-GROWTH_MB, GROWTH_SHARE = 4.0, 0.02  # allowed growth of memory after the warm-up: the larger of the two
+LIFE = 0.5  # processes that lived for a smaller part of the run are not judged by their memory
+GROWTH_MB, GROWTH_SHARE = 4.0, 0.02  # allowed growth of memory: the larger of the two
+GROWTH_COUNT = 0  # allowed growth of the number of descriptors, and of threads
+# The same with faults: a process serves its state or joins again for the first time at some point (up to 9 MB were
+# seen), and two peers are connected by one or two connections, depending on who called whom.
+CHURN_MB, CHURN_COUNT = 12.0, 4
+LONG = 300.0  # seconds: in a shorter run with faults the caches still fill, so its growth is shown and not judged
 STALL = 4.0  # a worker without a fault may stall for this many soft deadlines,
-STALL_LEARNED = 2.0  # or seconds, where deadlines are learned
+STALL_LEARNED = 1.0  # or seconds, where deadlines are learned
 NOISE = 0.1  # allowed relative error of the loss if fewer than three calm runs show its spread
 
 
@@ -119,41 +124,69 @@ def leaks(record: JobRecord) -> dict[str, int]:
 
 
 def flatness(record: JobRecord) -> dict[str, Any]:
-    """Growth of memory and file descriptors of every process after its warm-up: slope, growth and allowed growth."""
+    """Growth of memory, descriptors and threads of the processes that lived for at least half of the run.
+
+    Growth is the difference of the medians in the second and in the last quarter of a process's life; buffers and
+    caches fill in the first. Samples while another member was away are left out, because its connections are missing.
+    `flat` is None if there is no process to judge.
+    """
+    megabytes, count = (CHURN_MB, CHURN_COUNT) if record.faults else (GROWTH_MB, GROWTH_COUNT)
     workers = []
     for log in record.logs:
-        if len(log.census) < 8:
+        if len(log.census) < 8 or log.census[-1][0] - log.census[0][0] < LIFE * record.seconds:
             continue
         begin, end = log.census[0][0], log.census[-1][0]
-        kept = [c for c in log.census if c[0] >= begin + WARM_UP * (end - begin)]
-        times = [c[0] for c in kept]
-        megabytes, descriptors = [c[1] / 1e6 for c in kept], [float(c[2]) for c in kept]
-        span = times[-1] - times[0]
-        rss, fds = slope(times, megabytes), slope(times, descriptors)
-        bound = max(GROWTH_MB, GROWTH_SHARE * statistics.median(megabytes))
+        whole = _while_whole(log)
+        early = [c for c in whole if 0.25 <= (c[0] - begin) / (end - begin) < 0.5]
+        late = [c for c in whole if (c[0] - begin) / (end - begin) >= 0.75]
+        if min(len(early), len(late)) < 2:
+            continue
+        rss, files, threads = (statistics.median(c[what] for c in late) for what in (1, 2, 3))
+        before = [statistics.median(c[what] for c in early) for what in (1, 2, 3)]
+        rss_growth, files_growth, threads_growth = rss - before[0], files - before[1], threads - before[2]
+        bound = max(megabytes, GROWTH_SHARE * rss / 1e6)
         workers.append(
             {
                 "worker": log.rank,
                 "generation": log.generation,
-                "seconds": span,
-                "rss_mb": statistics.median(megabytes),
-                "rss_mb_per_minute": 60 * rss,
-                "rss_growth_mb": rss * span,
+                "seconds": end - begin,
+                "rss_mb": rss / 1e6,
+                "rss_growth_mb": rss_growth / 1e6,
                 "rss_bound_mb": bound,
-                "descriptors": statistics.median(descriptors),
-                "descriptors_growth": fds * span,
-                "flat": rss * span <= bound and fds * span < 1.0,
+                "descriptors": files,
+                "descriptors_growth": files_growth,
+                "threads": threads,
+                "threads_growth": threads_growth,
+                "count_bound": count,
+                "flat": rss_growth / 1e6 <= bound and max(files_growth, threads_growth) <= count,
                 "samples": [[c[0] - record.begin, c[1] / 1e6, c[2], c[3]] for c in log.census],
             }
         )
-    return {"flat": bool(workers) and all(w["flat"] for w in workers), "workers": workers}
+    return {"flat": all(w["flat"] for w in workers) if workers else None, "workers": workers}
 
 
-def slope(times: Sequence[float], values: Sequence[float]) -> float:
-    """The slope of the least-squares line; 0 if there are fewer than two times."""
-    if len(times) < 2 or times[0] == times[-1]:
-        return 0.0
-    return float(statistics.linear_regression(times, values).slope)
+def _while_whole(log: ProcessLog) -> list[tuple[float, int, int, int]]:
+    """The samples of a process while as many members as ever were there, in its own view."""
+    most = max((len(ranks) for _, _, ranks in log.members), default=0)
+    kept, changes, members = [], list(log.members), most
+    for sample in log.census:
+        while changes and changes[0][0] <= sample[0]:
+            members = len(changes.pop(0)[2])
+        if members == most:
+            kept.append(sample)
+    return kept
+
+
+def growth_problem(memory: Mapping[str, Any], faults: int, seconds: float) -> list[str]:
+    """Why a soak or a long run with faults did not pass because of `flatness`, as at most one sentence."""
+    if faults and (seconds < LONG or memory["flat"] is None):
+        return []
+    if memory["flat"] is None:
+        return ["no worker lived long enough to judge its memory; pass a longer --seconds"]
+    grew = [w for w in memory["workers"] if not w["flat"]]
+    if not grew:
+        return []
+    return [f"memory, descriptors or threads of {len(grew)} of {len(memory['workers'])} workers grew during the run"]
 
 
 def loss_bound(calm: Sequence[float]) -> float | None:
@@ -168,6 +201,11 @@ def loss_bound(calm: Sequence[float]) -> float | None:
     return max(calm) + (max(calm) - min(calm))
 
 
+def stall_limit(soft: float | None) -> float:
+    """The seconds for which a worker without a fault may stall, by the soft deadline (None: learned)."""
+    return STALL_LEARNED if soft is None else STALL * soft
+
+
 def problems(verdict: Mapping[str, Any], *, soft: float | None) -> list[str]:
     """The reasons why a run did not pass, as sentences; empty if it passed."""
     found = []
@@ -177,10 +215,10 @@ def problems(verdict: Mapping[str, Any], *, soft: float | None) -> list[str]:
         found.append(f"{verdict['restarts']} workers ended unexpectedly and had to be started again")
     if verdict["not_rejoined"]:
         found.append(f"{verdict['not_rejoined']} victims did not come back")
-    allowed = STALL_LEARNED if soft is None else STALL * soft
-    if verdict["longest_stall_s"] is not None and verdict["longest_stall_s"] > allowed:
+    allowed, stall = stall_limit(soft), verdict["longest_stall_s"]
+    if stall is not None and stall > allowed and not verdict["saturated"]:  # saturated cores stall any worker
         limit = f"{allowed:g} s" if soft is None else f"{STALL:g} soft deadlines of {soft:g} s"
-        found.append(f"a worker without a fault stalled for {verdict['longest_stall_s']:.2f} s, longer than {limit}")
+        found.append(f"a worker without a fault stalled for {stall:.2f} s, longer than {limit}")
     if verdict["final_loss"] is None:
         found.append("no worker reached the end, so there is no final loss")
     bound = loss_bound(verdict["calm_final_losses"])

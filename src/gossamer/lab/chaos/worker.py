@@ -29,6 +29,8 @@ from gossamer.predict.methods import Method
 
 CENSUS = 1.0  # seconds between two measurements of memory, file descriptors and threads
 UNSEEN = 4096  # samples for the final loss
+# Learning rates by optimizer at which the loss of this task clearly falls within a minute.
+LEARNING_RATES = {"adam": 2e-3, "gossipadam": 2e-3, "accumadam": 2e-3, "sgd": 0.1}
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class ChaosJob:
     folder: str
     method: Method
     seconds: float  # counted from the moment when all workers have made their first step
-    lr: float = 2e-3
+    lr: float
     compute: float = 0.15
     width: int = 256
     batch: int = 32

@@ -326,13 +326,13 @@ def run_workers(
         return pool.run(fn, *args, **kwargs)
 
 
-def warm_up() -> None:
-    """Start the fork server, which imports torch in the background, so that the first workers start sooner.
+def warm_up(*modules: str) -> None:
+    """Start the fork server, which imports torch and `modules` in the background, so that workers start sooner.
 
     Multiprocessing has one fork server per process. If the program has started it before, it stays as it is, and every
     worker has to import torch itself.
     """
-    multiprocessing.set_forkserver_preload(PRELOAD)
+    multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
     forkserver.ensure_running()
 
 

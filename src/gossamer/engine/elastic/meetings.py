@@ -1,0 +1,322 @@
+"""Meetings: how the members of an elastic job make a collective call together.
+
+Meetings are numbered and agreed on in the directory. A worker that calls `averaged()` posts that it is there; once
+every member that can come has posted, one compare-and-set fixes who takes part. At the end the participants agree in
+the same way on whether the call succeeded for all of them; if not, they meet again.
+
+Note [Why a meeting costs O(n) messages]: everyone who comes adds 1 to a counter, and only the worker that completes the
+number of members reads what all have posted, decides, and says so on its links, where the others hear it. Counter and
+news are hints and may be lost. So a worker that waits also reads the decision once per second, and, with a period that
+grows with the number of members, everything, in order to find out who cannot come.
+
+The directory remembers the last meetings, and which one is the oldest of them: a worker that was away for longer goes
+on with that one. Attendance, in attendance.py, says who can come.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from gossamer.comm import Deadline, PeerWait, Store
+from gossamer.comm.round_barrier import COLLECTIVE, DifferentCalls
+from gossamer.comm.tcp import Membership, Record, Unreachable, look, read_json, whole_numbers
+from gossamer.engine.elastic.attendance import Attendance
+from gossamer.engine.elastic.meeting import Attendee, Meeting
+from gossamer.errors import GossamerError, GossamerWarning
+
+POLL = 0.05  # seconds between two calls of what a worker does while it waits
+RECHECK = 1.0  # seconds between reads of the directory by a worker that waits, and hears nothing on its links
+THOROUGH = 0.1  # the same for reads of all members' keys, times the number of members
+WATCH = 1.0  # seconds between checks of whether the others have given a meeting up
+KEPT = 8  # meetings that the directory remembers
+MOST_SWEPT = 16  # older ones that are deleted at once, if workers could not before
+OLDEST = "meetings/oldest"  # the key of the oldest meeting that it remembers
+PASSED = "passed"  # the outcome of a meeting that the directory has forgotten
+
+
+class Meetings:
+    """Agrees with the other members on who takes part in a collective call, and on whether it succeeded.
+
+    Args:
+        members: The members of the job.
+        timeout: Seconds to wait for a member that is alive but does not come.
+        hard_deadline: Seconds to wait for the directory, or for a member that has lost it.
+    """
+
+    def __init__(self, members: Membership, timeout: float, hard_deadline: float):
+        self._members, self._timeout, self._hard = members, timeout, hard_deadline
+        self._attendance = Attendance(members, hard_deadline)
+        self.next = 0  # number of the next meeting
+        self.last: Meeting | None = None
+        self.parked = False  # this worker waits for the others to come
+        self._first: int | None = None  # the first meeting of the call under way, if that one failed
+        self._watched = 0.0
+
+    def gather(self, call: str, here: Callable[[], Attendee], meanwhile: Callable[[], None]) -> Meeting:
+        """Wait until all members that can come are in the call.
+
+        Args:
+            call: The name of the call, for messages.
+            here: Returns this worker's attendance.
+            meanwhile: Called again and again while this worker waits.
+        """
+        self.parked = True
+        try:
+            meeting = self._gather(call, here, meanwhile)
+        finally:
+            self.parked = False
+        self.last, self.next, self._watched = meeting, meeting.number + 1, time.monotonic()
+        return meeting
+
+    def skip_to(self, number: int, *, absent_from: int | None = None) -> None:
+        """Let `number`, or a later one, be the next meeting. `absent_from`: nobody should wait for this worker in that
+        meeting."""
+        self.next = max(self.next, number)
+        if absent_from is not None:
+            self._attendance.skip(absent_from)
+
+    def failed(self) -> bool:
+        """Whether the meeting under way has failed: a participant says so, is gone, or has lost the directory."""
+        meeting = self._current()
+        if meeting.gone(self._members.record):
+            return True
+        if time.monotonic() - self._watched < WATCH:
+            return False
+        self._watched = time.monotonic()
+
+        def ask(store: Store) -> bool:
+            return look(store, f"outcome/{meeting.number}") == "failed" or bool(self._absent(store, meeting))
+
+        try:
+            return self._members.directory.ask(ask)
+        except Unreachable:
+            self._attendance.restart()
+            return False
+
+    def conclude(self, fine: bool) -> bool:
+        """Return whether the call succeeded for all participants; `fine` is whether it did for this worker. All
+        participants that reach the directory get the same answer."""
+        meeting = self._current()
+        succeeded = self._conclude(meeting, fine)
+        if not succeeded and self._first is None:
+            self._first = meeting.number
+        if meeting.ranks[0] == self._members.rank and not self._current().alone:
+            with suppress(Unreachable):
+                self._members.directory.ask(partial(self._sweep, meeting.number))
+        return succeeded
+
+    def _conclude(self, meeting: Meeting, fine: bool) -> bool:
+        if meeting.ranks == (self._members.rank,):
+            return fine
+        deadline, stage = Deadline(self._timeout), 2 * meeting.number + 1
+        thorough = Deadline(THOROUGH * len(meeting.ranks))
+        self._attendance.restart()
+        first = True
+        while not deadline.expired:
+            gone = meeting.gone(self._members.record)
+            check = first or bool(gone) or thorough.expired
+            if thorough.expired:
+                thorough = Deadline(max(RECHECK, THOROUGH * len(meeting.ranks)))
+            try:
+                outcome = self._members.directory.ask(partial(self._outcome, meeting, fine, gone, first, check))
+            except Unreachable:  # the others cannot be asked any more
+                return self._alone_with(meeting, fine)
+            if outcome == PASSED:  # the others have met again and again since
+                return self._alone_with(meeting, fine)
+            if outcome:
+                self._members.announce(stage)
+                return outcome == "fine"
+            first = False
+            self._members.await_news(stage, min(RECHECK, thorough.remaining))
+        raise GossamerError(f"workers {list(meeting.ranks)} did not all reach the end of a collective call")
+
+    def _alone_with(self, meeting: Meeting, fine: bool) -> bool:
+        """This worker alone concludes `meeting`."""
+        self.last = replace(meeting, alone=True)
+        self._attendance.skip(meeting.number)
+        return fine
+
+    def end_call(self) -> None:
+        """The collective call is over: the next meeting belongs to another call."""
+        self._first = None
+
+    def close(self) -> None:
+        self._attendance.close()
+
+    def _current(self) -> Meeting:
+        assert self.last is not None
+        return self.last
+
+    def _gather(self, call: str, here: Callable[[], Attendee], meanwhile: Callable[[], None]) -> Meeting:
+        wait = PeerWait(self._members.rank, self._timeout)
+        directory_deadline: Deadline | None = None  # while the directory does not answer
+        missing: list[int] = []
+        posted: tuple[int, str] | None = None  # the meeting, and the process as which this worker came
+        look_at, thorough = Deadline(0.0), Deadline(RECHECK)
+        heard, epoch = -1, self._members.record.epoch
+        self._attendance.restart()
+        while True:
+            record, me = self._members.record, here()
+            first = posted != (self.next, me.incarnation)
+            news = self._members.decided >= 2 * self.next and heard != self._members.decided
+            changed = record.epoch != epoch
+            if first or news or changed or look_at.expired:
+                heard, epoch = self._members.decided, record.epoch
+                check = changed or thorough.expired
+                if thorough.expired:
+                    thorough = Deadline(max(RECHECK, THOROUGH * len(record.members)))
+                decided = None
+                try:
+                    request = partial(self._look_around, record, me, first, check)
+                    decided, known = self._members.directory.ask(request)
+                    missing = missing if known is None else known
+                    posted, directory_deadline = (self.next, me.incarnation), None
+                except Unreachable:
+                    self._attendance.restart()
+                    directory_deadline = directory_deadline or Deadline(self._hard)
+                    if directory_deadline.expired:
+                        return self._alone(call, here())
+                if decided is not None:
+                    if me.incarnation in {a.incarnation for a in decided.came}:
+                        self._check_calls(call, decided.came)
+                        self._members.announce(2 * self.next)
+                        return Meeting.of(self.next, decided.epoch, decided.came)
+                    self.next = decided.following  # that meeting took place without this worker
+                    continue
+                look_at = Deadline(min(RECHECK, self._hard / 2))
+            meanwhile()
+            wait.check(lambda: f"worker(s) {', '.join(map(str, missing))} in {call}", COLLECTIVE)  # noqa: B023
+            self._members.await_news(2 * self.next, POLL)
+
+    def _check_calls(self, call: str, came: list[Attendee]) -> None:
+        """Raise, on every participant, if the participants made different calls."""
+        other = next((a for a in came if a.call != call), None)
+        if other is not None:
+            self.next += 1
+            raise DifferentCalls(
+                f"different collective calls met: worker {self._members.rank} is in {call}, worker {other.rank} is in "
+                f"{other.call}. Every worker must make the same collective calls in the same order"
+            )
+
+    def _look_around(
+        self, record: Record, here: Attendee, first: bool, check: bool, store: Store
+    ) -> tuple[_Decided | None, list[int] | None]:
+        """Post this worker's attendance. Return who takes part, once every member that can come has posted, and the
+        ranks that are missing, if it was found out.
+
+        `first`: this worker has just come. `check`: find out who is missing, and cannot come.
+        """
+        name, lanes = f"meeting/{self.next}", len(here.rounds)
+        decided = look(store, name)
+        if not decided:
+            if first or check:
+                oldest = _oldest(store)
+                if oldest > self.next:
+                    return _Decided(0, [], oldest), []
+                store.set(f"{name}/{self._members.rank}", json.dumps(here))
+            complete = first and store.add(f"{name}/count", 1) >= len(record.members)
+            if not (complete or check):
+                return None, None
+            found, missing = self._came(store, name, record, lanes, complete)
+            if missing or not found:
+                return None, missing
+            decided = store.compare_set(name, "", json.dumps([record.epoch, sorted(found)])).decode()
+        epoch, attendees = read_json(decided)
+        whole_numbers([epoch])
+        return _Decided(epoch, [Attendee.of(a, lanes) for a in attendees], self.next + 1), []
+
+    def _came(
+        self, store: Store, name: str, record: Record, lanes: int, complete: bool
+    ) -> tuple[list[Attendee], list[int]]:
+        """The members that have posted, and those that are missing although they can come. `complete`: probably all
+        have posted, so that two requests read everything."""
+        keys = [f"{name}/{rank}" for rank in record.ranks]
+        if complete and store.check(keys):
+            texts, away = [text.decode() for text in store.multi_get(keys)], set()
+        else:
+            others = {r: m.incarnation for r, m in record.members.items() if r != self._members.rank}
+            away = self._attendance.absent(store, others, self.next if self._first is None else self._first)
+            texts = [look(store, key) for key in keys]
+        found, missing = [], []
+        for rank, text in zip(record.ranks, texts, strict=True):
+            if rank in away:
+                continue
+            try:
+                attendee = Attendee.of(read_json(text), lanes) if text else None
+            except ValueError as error:  # that worker will post again
+                self._members.directory.refuse(f"what worker {rank} has posted cannot be read: {error}")
+                attendee = None
+            if attendee is not None and (rank, record.members[rank].incarnation) == attendee[:2]:
+                found.append(attendee)
+            else:
+                missing.append(rank)
+        return found, missing
+
+    def _alone(self, call: str, here: Attendee) -> Meeting:
+        warnings.warn(
+            f"{call} used worker {self._members.rank}'s parameters only: the directory did not answer",
+            GossamerWarning,
+            stacklevel=2,
+        )
+        self._attendance.skip(self.next)
+        record = self._members.record
+        return Meeting.of(self.next, record.epoch, [here], alone=len(record.members) > 1)
+
+    def _absent(self, store: Store, meeting: Meeting) -> set[int]:
+        """Participants that have lost the directory since, or continued without the others."""
+        others = {rank: incarnation for rank, incarnation in meeting.came if rank != self._members.rank}
+        return self._attendance.absent(store, others, meeting.number)
+
+    def _outcome(self, meeting: Meeting, fine: bool, gone: set[int], first: bool, check: bool, store: Store) -> str:
+        """Post this worker's result; return "fine" or "failed" once that is decided, PASSED if it is forgotten, else an
+        empty text. `first` and `check` as in `_look_around`."""
+        name = f"outcome/{meeting.number}"
+        decided = look(store, name)
+        if decided:
+            return decided
+        if (first or check) and _oldest(store) > meeting.number:
+            return PASSED
+        if not fine:
+            return str(store.compare_set(name, "", "failed").decode())
+        keys = [f"{name}/{r}" for r in meeting.ranks]
+        if first or check:
+            store.set(f"{name}/{self._members.rank}", "fine")
+        complete = first and store.add(f"{name}/count", 1) >= len(keys)
+        if (complete or check) and store.check(keys):
+            return str(store.compare_set(name, "", "fine").decode())
+        if check and not first:
+            missing = {r for r, key in zip(meeting.ranks, keys, strict=True) if not store.check([key])}
+            if missing & (gone | self._absent(store, meeting)):
+                return str(store.compare_set(name, "", "failed").decode())
+        return ""
+
+    def _sweep(self, number: int, store: Store) -> None:
+        """Forget the meetings that are older than the last KEPT ones, of which `number` is the latest."""
+        oldest, kept = _oldest(store), number - KEPT + 1
+        if kept <= oldest:
+            return
+        store.set(OLDEST, str(kept))  # first: nobody may wait at a meeting that is deleted
+        for k in range(max(oldest, kept - MOST_SWEPT), kept):
+            for name in (f"meeting/{k}", f"outcome/{k}"):
+                for key in (name, f"{name}/count", *(f"{name}/{rank}" for rank in range(self._members.size))):
+                    store.delete_key(key)
+
+
+class _Decided(NamedTuple):
+    """Who takes part in a meeting, as the directory holds it. Nobody: the directory has forgotten that meeting."""
+
+    epoch: int
+    came: list[Attendee]
+    following: int  # the next meeting
+
+
+def _oldest(store: Store) -> int:
+    """The oldest meeting that the directory remembers."""
+    return int(look(store, OLDEST) or 0)
