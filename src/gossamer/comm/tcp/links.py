@@ -155,12 +155,12 @@ class LinkTable:
         Raise TimeoutError if that worker does not begin to send within `timeout` seconds, or was silent for `silence`
         seconds (default: `timeout`); it sends heartbeats until it comes to the end of its step.
         """
-        deadline, patience = Deadline(timeout), timeout if silence is None else silence
+        deadline, limit = Deadline(timeout), timeout if silence is None else silence
         with socket.create_connection(address, timeout=CONNECT) as connection:
-            theirs = meet(connection, replace(self._hello(), ask=ask), first=True, seconds=patience)
+            theirs = meet(connection, replace(self._hello(), ask=ask), first=True, seconds=limit)
             if theirs.run != self.run.hex():
                 raise Refused(f"it belongs to run {theirs.run!r:.100}")
-            connection.settimeout(patience)
+            connection.settimeout(limit)
             while True:
                 header = FrameHeader.unpack(read_exactly(connection, HEADER.size), self.run, LONGEST_STATE)
                 if header.kind is Kind.STATE:
