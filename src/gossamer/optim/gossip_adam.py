@@ -65,7 +65,7 @@ class GossipAdam(AdamBase):
     #     Under all-reduce a parameter that few samples use, such as the embedding of a rare token, has a gradient in κ
     #     times as many steps as in one replica. The replica's v forgets the last such gradient before the next one
     #     comes, grows anew with every one, and so makes the step too small. The same number of gradients would need κ
-    #     times the memory; √κ gains as much and follows training faster (docs/choosing.md, "Where gossip is behind").
+    #     times the memory; √κ follows training faster. benchmarks/quality_causes.py compares it with Adam's memory.
 
     _shares: Mapping[Tensor, float | None] = MappingProxyType({})  # of the signal, where it is measured
 
@@ -114,7 +114,7 @@ class GossipAdam(AdamBase):
     def set_signal_shares(self, shares: Mapping[Tensor, float | None]) -> None:
         """Set, by parameter, the share of the squared gradient that is signal; `decentralize` calls this.
 
-        None says that the share will be measured: until then the steps are Adam's. The shares describe the job, like
+        None says that the share will be measured: until then σ² is 0. The shares describe the job, like
         the number of replicas, and are not a part of `state_dict()`.
         """
         for share in shares.values():
