@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer.comm import quantized, wire_named
+from gossamer.comm import _native, quantized, wire_named
+from gossamer.comm.wire import CHUNK
 from gossamer.report.record import environment, write_record
 from gossamer.topology import Layout, build
 
@@ -45,19 +46,23 @@ def speeds(elements: int, repeats: int) -> list[dict[str, Any]]:
     """By wire and implementation, seconds of every run."""
     x, anchor, out = torch.randn(elements), torch.randn(elements), torch.zeros(elements)
     rows = [{"what": "copy", "seconds": timed(lambda: out.copy_(x), repeats)}]
-    kernels = quantized._kernels()
+    kernels = _native.kernels()
     for how in ("native", "torch"):
         if how == "native" and kernels is None:
             print("native: no C compiler")
             continue
-        with patch.object(quantized, "_kernels", lambda how=how: kernels if how == "native" else None):
-            for name in ("int8", "int4"):
+        with patch.object(_native, "kernels", lambda how=how: kernels if how == "native" else None):
+            for name in ("bf16", "fp16", "int8", "int4"):
                 wire = wire_named(name)
                 payload = torch.zeros(wire.payload_bytes(elements), dtype=torch.uint8)
                 encode = timed(lambda w=wire, p=payload: w.encode(x, p, anchor), repeats)
                 decode = timed(lambda w=wire, p=payload: w.decode(p, out, 0, elements), repeats)
-                rows.append({"what": f"{name}, encode, {how}", "seconds": encode})
-                rows.append({"what": f"{name}, decode, {how}", "seconds": decode})
+                room = torch.empty(2 * CHUNK).narrow
+                correct = timed(
+                    lambda w=wire, p=payload, r=room: w.correct(out, p, p, 0.5, lambda n: r(0, 0, n)), repeats
+                )
+                for what, seconds in (("encode", encode), ("decode", decode), ("correct", correct)):
+                    rows.append({"what": f"{name}, {what}, {how}", "seconds": seconds})
     return [{**row, "gb_per_s": 4 * elements / min(row["seconds"]) / 1e9} for row in rows]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gossamer.comm import quantized, wire_named
+from gossamer.comm import _native, wire_named
 from gossamer.comm.wires import WIRES
 from gossamer.errors import InputError
 
@@ -151,7 +151,7 @@ def torch_only(monkeypatch):
 
     def run(function):
         with monkeypatch.context() as patched:
-            patched.setattr(quantized, "_kernels", lambda: None)
+            patched.setattr(_native, "kernels", lambda: None)
             return function()
 
     return run
@@ -171,7 +171,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("anchored", [False, True])
 def test_native_kernels_and_torch_operations_give_the_same_bits(torch_only, name, case, anchored):
-    if quantized._kernels() is None:
+    if _native.kernels() is None:
         pytest.skip("no C compiler")
     wire = wire_named(name)
     for size in (*SIZES, 40_000):
@@ -214,3 +214,46 @@ def test_values_are_rounded_relative_to_the_anchor(name):
 def test_all_levels_are_used(name):
     levels = {"int8": 255, "int4": 15}[name]
     assert len(rounded(name, torch.linspace(-1, 1, 128)).unique()) == min(128, levels)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("weight", [0.5, 0.25, 1 / 3])
+def test_a_correction_adds_the_difference_of_what_was_sent(torch_only, name, weight):
+    wire = wire_named(name)
+    for size in (*SIZES, 40_000):
+        generator = torch.Generator().manual_seed(size)
+        theirs, mine, target, anchor = torch.randn(4, size, generator=generator)
+
+        def corrected(theirs=theirs, mine=mine, target=target, anchor=anchor, size=size):
+            payloads, values = [], []
+            for x in (theirs, mine):
+                payloads.append(torch.zeros(wire.payload_bytes(size), dtype=torch.uint8))
+                values.append(torch.empty(size))
+                wire.encode(x, payloads[-1], anchor)
+                wire.decode(payloads[-1], values[-1], 0, size)
+            out, back = target.clone(), target.clone()
+            wire.correct(out, *payloads, weight, torch.empty)
+            wire.correct(back, *reversed(payloads), weight, torch.empty)
+            return out, back, target.double() + weight * (values[0].double() - values[1].double())
+
+        native, plain = corrected(), torch_only(corrected)
+        for out, back, wanted in (native, plain):
+            assert torch.allclose(out.double(), wanted, rtol=3e-7, atol=3e-7), size
+            assert torch.allclose(out.double() + back, 2 * target.double(), rtol=3e-7, atol=6e-7)  # conserves the sum
+        if weight in (0.5, 0.25):  # nothing is rounded but the sum
+            assert torch.equal(native[0], plain[0]), size
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_native_fp16_and_torch_operations_give_the_same_bits(torch_only, case):
+    wire = wire_named("fp16")
+    for size in (*SIZES, 40_000):
+        x = CASES[case](torch.randn(size, generator=torch.Generator().manual_seed(size)))
+
+        def encoded(x=x, size=size):
+            payload = torch.zeros(wire.payload_bytes(size), dtype=torch.uint8)
+            wire.encode(x, payload)
+            half = payload.view(torch.float16)
+            return torch.where(half.isnan(), 0.0, half).view(torch.int16)
+
+        assert torch.equal(encoded(), torch_only(encoded)), size

@@ -1,9 +1,16 @@
-/* Quantized wires on float32: blocks of 128 differences x - a with one scale each. Built on first use: see quantized.py,
- * which computes the same bits by torch operations. */
+/* Wire formats of float32 values. Built on first use: see gossamer/native.py. wire.py and quantized.py compute the same
+ * by torch operations.
+ *
+ * Quantized: blocks of 128 differences x - a with one scale each. Half: bf16 and fp16. A whole message is decoded and
+ * applied in one call, because every return to Python waits for the interpreter's lock, which the training thread
+ * holds. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 #pragma STDC FP_CONTRACT OFF
 
@@ -116,3 +123,85 @@ void gossamer_decode(const uint16_t *scales, const uint8_t *body, int64_t bits, 
     if (at < n)
         decode_block(*scales, body, (int)bits, out + at, n - at);
 }
+
+/* target + weight * difference, rounded once where the processor can, as torch does it. */
+static inline void add_scaled(float *restrict target, const float *restrict theirs, const float *restrict mine,
+                              float weight, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+        target[i] = fmaf(theirs[i] - mine[i], weight, target[i]);
+#else
+        target[i] = target[i] + weight * (theirs[i] - mine[i]);
+#endif
+    }
+}
+
+/* target += weight * (decoded `theirs` - decoded `mine`). */
+void gossamer_correct_quantized(const uint16_t *their_scales, const uint8_t *theirs, const uint16_t *my_scales,
+                                const uint8_t *mine, int64_t bits, float weight, float *target, int64_t n) {
+    const int64_t step = BLOCK * bits / 8;
+    float a[BLOCK], b[BLOCK];
+    int64_t at = 0;
+    for (; at + BLOCK <= n; at += BLOCK, their_scales++, my_scales++, theirs += step, mine += step) {
+        decode_block(*their_scales, theirs, (int)bits, a, BLOCK);
+        decode_block(*my_scales, mine, (int)bits, b, BLOCK);
+        add_scaled(target + at, a, b, weight, BLOCK);
+    }
+    if (at < n) {
+        decode_block(*their_scales, theirs, (int)bits, a, n - at);
+        decode_block(*my_scales, mine, (int)bits, b, n - at);
+        add_scaled(target + at, a, b, weight, n - at);
+    }
+}
+
+void gossamer_correct_bf16(const uint16_t *theirs, const uint16_t *mine, float weight, float *target, int64_t n) {
+    float a[BLOCK], b[BLOCK];
+    for (int64_t at = 0; at < n; at += BLOCK) {
+        const int64_t length = n - at < BLOCK ? n - at : BLOCK;
+        for (int64_t i = 0; i < length; i++) {
+            a[i] = float_of((uint32_t)theirs[at + i] << 16);
+            b[i] = float_of((uint32_t)mine[at + i] << 16);
+        }
+        add_scaled(target + at, a, b, weight, length);
+    }
+}
+
+#ifdef __F16C__
+
+static inline void half_to_float(const uint16_t *restrict half, float *restrict out, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(half + i))));
+    for (; i < n; i++)
+        out[i] = _cvtsh_ss(half[i]);
+}
+
+/* Values that are too large travel as the largest one, infinities and NaN as they are. */
+static inline float saturated(float value) {
+    const float largest = 65504.0f, size = fabsf(value);
+    return size > largest && size < INFINITY ? copysignf(largest, value) : value;
+}
+
+void gossamer_encode_fp16(const float *x, uint16_t *out, int64_t n) {
+    float within[8];
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        for (int64_t j = 0; j < 8; j++)
+            within[j] = saturated(x[i + j]);
+        _mm_storeu_si128((__m128i *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(within), _MM_FROUND_TO_NEAREST_INT));
+    }
+    for (; i < n; i++)
+        out[i] = _cvtss_sh(saturated(x[i]), _MM_FROUND_TO_NEAREST_INT);
+}
+
+void gossamer_correct_fp16(const uint16_t *theirs, const uint16_t *mine, float weight, float *target, int64_t n) {
+    float a[BLOCK], b[BLOCK];
+    for (int64_t at = 0; at < n; at += BLOCK) {
+        const int64_t length = n - at < BLOCK ? n - at : BLOCK;
+        half_to_float(theirs + at, a, length);
+        half_to_float(mine + at, b, length);
+        add_scaled(target + at, a, b, weight, length);
+    }
+}
+
+#endif

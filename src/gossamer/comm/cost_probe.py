@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.comm.exchange import Scratch, exchange
+from gossamer.comm.exchange import Anchor, Scratch, exchange
 from gossamer.comm.transport import clock
 from gossamer.comm.wire import Wire
 from gossamer.comm.wires import WIRES
 from gossamer.topology.plan import Piece, Step
 
-NBYTES = 2**24  # of fp32 parameters: larger than caches, and done in milliseconds
+NBYTES = 2**26  # of fp32 parameters: larger than caches, and done in tens of milliseconds
 REPEATS = 5
 Meet = Callable[[str], Any]
 
@@ -46,12 +46,12 @@ class Processing:
 def probe_processing(meet: Meet, nbytes: int = NBYTES) -> Processing:
     """Measure this worker. Collective: `meet(name)` returns when all workers have called it."""
     elements = nbytes // 4
-    x, out = torch.randn(elements), torch.randn(elements)
+    x, out, anchor = torch.randn(3, elements)
     encode: dict[str, float] = {}
     merge: dict[str, float] = {}
     for name, wire in WIRES.items():
         meet(f"wire-{name}")
-        before, after = _exchange(wire, x, out)
+        before, after = _exchange(wire, x, out, Anchor(anchor, 0))
         merge[name] = nbytes / after
         if not wire.lossless(x.dtype):
             encode[name] = nbytes / before
@@ -62,13 +62,13 @@ def probe_processing(meet: Meet, nbytes: int = NBYTES) -> Processing:
     return Processing(encode, merge, nbytes / reduce, nbytes / mix)
 
 
-def _exchange(wire: Wire, x: Tensor, out: Tensor) -> tuple[float, float]:
+def _exchange(wire: Wire, x: Tensor, out: Tensor, anchor: Anchor) -> tuple[float, float]:
     """Seconds before and after the messages of a swap of `x`."""
     whole = (Piece(1, 0, x.numel(), 0.5),)
     scratch = Scratch()
     before, after = [], []
     for _ in range(REPEATS):
-        steps = exchange((Step("swap", "x", True, whole, whole),), x, out, wire, scratch, lazy=False)
+        steps = exchange((Step("swap", "x", True, whole, whole),), x, out, wire, scratch, anchor=anchor, lazy=False)
         start = clock()
         batch = next(steps)
         before.append(clock() - start)

@@ -13,8 +13,9 @@ with integer weights, divided once by the number of workers; and a swap with any
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -23,8 +24,6 @@ from torch import Tensor
 from gossamer.comm.wire import Wire
 from gossamer.errors import GossamerError
 from gossamer.topology.plan import Piece, Program, Step
-
-CHUNK = 2**15  # elements
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,10 @@ class Scratch:
             total += -(-size * item // 64) * 64
         whole = self.take(use, total, like.device)
         return [whole[s : s + n * item].view(like.dtype) for s, n in zip(starts, sizes, strict=True)]
+
+    def one(self, use: str, size: int, like: Tensor) -> Tensor:
+        """A tensor of `like`'s dtype with `size` elements."""
+        return self.cut(use, [size], like)[0]
 
     def payloads(self, use: str, sizes: list[int], wire: Wire, device: torch.device) -> list[Tensor]:
         """One aligned payload for each number of elements in `sizes`."""
@@ -312,14 +315,15 @@ def _swap(
             else:
                 target.add_(got.sub_(value[p.start : p.stop]), alpha=p.weight)
         return
-    incoming = yield from coded.send(step, value)
-    for p, payload in zip(step.recvs, incoming, strict=True):
-        part, target = value[p.start : p.stop], result[p.start : p.stop]
-        for at in coded.chunks(part.numel()):
-            (correction,) = scratch.cut("correction", [at.stop - at.start], part)
-            coded.wire.decode(payload, correction, at.start, part.numel())
-            coded.add_rounded(correction, part[at], p.start + at.start, -1.0)
-            target[at].add_(correction, alpha=p.weight)
+    sent = coded.encoded(step, value)
+    incoming = yield from coded.exchanged(step, sent, value)
+    mine = {(p.start, p.stop): payload for p, payload in zip(step.sends, sent, strict=True)}
+    for p, theirs in zip(step.recvs, incoming, strict=True):
+        own = mine.get((p.start, p.stop))
+        if own is None:  # a directed round: nothing was sent
+            own = coded.payload(value, p)
+        target = result[p.start : p.stop]
+        coded.wire.correct(target, theirs, own, p.weight, partial(scratch.one, "decoded", like=target))
 
 
 @dataclass(frozen=True)
@@ -332,29 +336,44 @@ class _Coded:
 
     def send(self, step: Step, value: Tensor) -> Generator[Batch, None, list[Tensor]]:
         """Send the step's pieces encoded. Return the payloads that arrived; raise `OtherAnchor` if one has another."""
-        wire, mine = self.wire, 0 if self.anchor is None else self.anchor.id
+        return (yield from self.exchanged(step, self.encoded(step, value), value))
+
+    def encoded(self, step: Step, value: Tensor) -> list[Tensor]:
+        """The payloads of the pieces that the step sends."""
+        wire = self.wire
         outgoing = self.scratch.payloads("send", _sizes(step.sends), wire, value.device)
-        incoming = self.scratch.payloads("recv", _sizes(step.recvs), wire, value.device)
         for p, payload in zip(step.sends, outgoing, strict=True):
             wire.encode(value[p.start : p.stop], payload, self._anchor(p.start, p.stop))
             if wire.anchored:
-                wire.mark(payload, -1 if mine is None else mine)
+                wire.mark(payload, -1 if self._id is None else self._id)
+        return outgoing
+
+    def exchanged(self, step: Step, outgoing: list[Tensor], value: Tensor) -> Generator[Batch, None, list[Tensor]]:
+        """Send payloads; return those that arrived."""
+        wire = self.wire
+        incoming = self.scratch.payloads("recv", _sizes(step.recvs), wire, value.device)
         yield Batch(_named(step.sends, outgoing), _named(step.recvs, incoming))
         for p, payload in zip(step.recvs, incoming, strict=True) if wire.anchored and self.scratch.readable else ():
-            if wire.marked(payload) != mine:
-                raise OtherAnchor(p.peer, wire.marked(payload), mine)
+            if wire.marked(payload) != self._id:
+                raise OtherAnchor(p.peer, wire.marked(payload), self._id)
         return incoming
+
+    def payload(self, value: Tensor, p: Piece) -> Tensor:
+        """A piece as it would be sent."""
+        (payload,) = self.scratch.payloads("own", [p.stop - p.start], self.wire, value.device)
+        self.wire.encode(value[p.start : p.stop], payload, self._anchor(p.start, p.stop))
+        return payload
 
     def add_decoded(self, target: Tensor, payload: Tensor, weight: float) -> None:
         """target += weight * decode(payload)."""
-        for at in self.chunks(target.numel()):
+        for at in self.wire.chunks(target.numel()):
             (decoded,) = self.scratch.cut("decoded", [at.stop - at.start], target)
             self.wire.decode(payload, decoded, at.start, target.numel())
             target[at].add_(decoded, alpha=weight)
 
     def add_rounded(self, target: Tensor, value: Tensor, start: int, weight: float) -> None:
         """target += weight * Q(value), where Q(value) is what the other side decodes; `value` begins at `start`."""
-        for at in self.chunks(value.numel()):
+        for at in self.wire.chunks(value.numel()):
             part = value[at]
             (payload,) = self.scratch.payloads("own", [part.numel()], self.wire, part.device)
             (rounded,) = self.scratch.cut("rounded", [part.numel()], part)
@@ -362,11 +381,9 @@ class _Coded:
             self.wire.decode(payload, rounded, 0, part.numel())
             target[at].add_(rounded, alpha=weight)
 
-    def chunks(self, elements: int) -> Iterator[slice]:
-        """Ranges that fit into the cache while they are decoded, compared and added."""
-        each = CHUNK // self.wire.block * self.wire.block
-        for start in range(0, elements, each):
-            yield slice(start, min(start + each, elements))
+    @property
+    def _id(self) -> int | None:
+        return 0 if self.anchor is None else self.anchor.id
 
     def _anchor(self, start: int, stop: int) -> Tensor | None:
         return None if self.anchor is None else self.anchor.value[start:stop]

@@ -5,8 +5,8 @@ A block of differences d = x - a is sent as `round(d / scale)`, where `scale` is
 Rounding is to the nearest, because stochastic rounding leaves the workers further apart (benchmarks/wire.py). A block
 with a value that is not finite is NaN on arrival.
 
-float32 values on the CPU are encoded by `_kernels.c` where it can be built, and otherwise, with the same bits, by torch
-operations: see Note [When native kernels run] in gossamer/native.py.
+float32 values on the CPU are encoded by native kernels where they can be built, and otherwise, with the same bits, by
+torch operations: see _native.py.
 
 Note [Anchors]
     The rounding error is a fraction of what is sent. Parameters of different workers differ little, so sending them
@@ -22,19 +22,14 @@ Note [Anchors]
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from gossamer.comm.wire import Wire
-from gossamer.native import load
+from gossamer.comm._native import kernels_for
+from gossamer.comm.wire import TakeScratch, Wire
 
-SOURCE = Path(__file__).with_name("_kernels.c")
 BLOCK = 128
 ID_BYTES = 8
 CACHED = 256  # blocks that torch operations work on at a time
@@ -65,9 +60,9 @@ class Quantized(Wire):
 
     def encode(self, value: Tensor, payload: Tensor, anchor: Tensor | None = None) -> None:
         scales, body = self._fields(payload, value.numel())
-        kernels = _kernels() if _fits(value) and (anchor is None or _fits(anchor)) else None
+        kernels = kernels_for(value, anchor)
         if kernels is not None:
-            kernels.encode(value, anchor, self.bits, 1 / self.levels, scales, body)
+            kernels.encode(value, anchor, self.bits, 1 / self.levels, SMALLEST, scales, body)
             return
         for rows, at, blocks in _rows(0, value.numel()):
             self._encode(value[at], None if anchor is None else anchor[at], rows, scales[blocks], body[self._bytes(at)])
@@ -93,7 +88,7 @@ class Quantized(Wire):
     def decode(self, payload: Tensor, out: Tensor, start: int, elements: int) -> None:
         scales, body = self._fields(payload, elements)
         first = start // BLOCK
-        kernels = _kernels() if _fits(out) else None
+        kernels = kernels_for(out)
         if kernels is not None:
             kernels.decode(scales[first:], body[start * self.bits // 8 :], self.bits, out)
             return
@@ -106,6 +101,13 @@ class Quantized(Wire):
             wide = q.to(torch.promote_types(out.dtype, torch.float32)) * _floats(scales[blocks].long())[:, None]
             out[at.start - start : at.stop - start].copy_(wide.view(-1))
 
+    def correct(self, target: Tensor, theirs: Tensor, mine: Tensor, weight: float, scratch: TakeScratch) -> None:
+        kernels, elements = kernels_for(target), target.numel()
+        if kernels is None:
+            super().correct(target, theirs, mine, weight, scratch)
+        else:
+            kernels.correct(self._fields(theirs, elements), self._fields(mine, elements), self.bits, weight, target)
+
     def _fields(self, payload: Tensor, elements: int) -> tuple[Tensor, Tensor]:
         split = ID_BYTES + 2 * _blocks(elements)
         return payload[ID_BYTES:split].view(torch.int16), payload[split:]
@@ -113,38 +115,6 @@ class Quantized(Wire):
     def _bytes(self, at: slice) -> slice:
         """The bytes of the elements `at`, which begin with a block."""
         return slice(at.start * self.bits // 8, -(-at.stop * self.bits // 8))
-
-
-class _Kernels:
-    """The compiled library."""
-
-    def __init__(self, library: ctypes.CDLL):
-        pointer, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-        self._encode, self._decode = library.gossamer_encode, library.gossamer_decode
-        self._encode.restype = self._decode.restype = None
-        self._encode.argtypes = (pointer, pointer, whole, whole, real, real, pointer, pointer)
-        self._decode.argtypes = (pointer, pointer, whole, pointer, whole)
-
-    def encode(
-        self, x: Tensor, anchor: Tensor | None, bits: int, inverse_levels: float, scales: Tensor, body: Tensor
-    ) -> None:
-        a = None if anchor is None else anchor.data_ptr()
-        self._encode(x.data_ptr(), a, x.numel(), bits, inverse_levels, SMALLEST, scales.data_ptr(), body.data_ptr())
-
-    def decode(self, scales: Tensor, body: Tensor, bits: int, out: Tensor) -> None:
-        self._decode(scales.data_ptr(), body.data_ptr(), bits, out.data_ptr(), out.numel())
-
-
-@functools.cache
-def _kernels() -> _Kernels | None:
-    library = load(SOURCE)
-    return None if library is None else _Kernels(library)
-
-
-def _fits(tensor: Tensor) -> bool:
-    """Whether the kernels take this tensor. An active dispatch mode must see torch operations."""
-    plain = type(tensor) in (Tensor, torch.nn.Parameter) and _get_current_dispatch_mode() is None
-    return plain and tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
 
 
 def _blocks(elements: int) -> int:

@@ -9,10 +9,15 @@ relative for bf16). Exact averages travel in full precision and reduce it furthe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
+from gossamer.comm._native import kernels_for
+
 CHUNK = 2**15  # elements
+TakeScratch = Callable[[int], Tensor]  # memory for so many elements of a target, by a torch operation
 
 
 class Wire:
@@ -48,6 +53,20 @@ class Wire:
         """Decode the elements from `start`, a multiple of `block`, into `out`; the payload holds `elements`."""
         raise NotImplementedError
 
+    def correct(self, target: Tensor, theirs: Tensor, mine: Tensor, weight: float, scratch: TakeScratch) -> None:
+        """target += weight * (Q(x_j) - Q(x_i)), both as payloads; `scratch` gives memory for twice a chunk."""
+        for at in self.chunks(target.numel()):
+            a, b = scratch(2 * (at.stop - at.start)).chunk(2)
+            self.decode(theirs, a, at.start, target.numel())
+            self.decode(mine, b, at.start, target.numel())
+            target[at].add_(a.sub_(b), alpha=weight)
+
+    def chunks(self, elements: int) -> Iterator[slice]:
+        """Ranges of whole blocks that fit into the cache while they are decoded, compared and added."""
+        each = CHUNK // self.block * self.block
+        for start in range(0, elements, each):
+            yield slice(start, min(start + each, elements))
+
 
 class Plain(Wire):
     """No conversion: values travel in the parameters' own dtype."""
@@ -73,6 +92,10 @@ class Half(Wire):
     def encode(self, value: Tensor, payload: Tensor, anchor: Tensor | None = None) -> None:
         rounded = payload.view(self.dtype)
         if self.dtype == torch.float16:  # values that are too large travel as its largest value, not as infinity
+            kernels = kernels_for(value)
+            if kernels is not None and kernels.takes_half(self.dtype):
+                kernels.encode_fp16(value, rounded)
+                return
             largest = torch.finfo(torch.float16).max
             for part, out in zip(torch.split(value, CHUNK), torch.split(rounded, CHUNK), strict=True):
                 out.copy_(torch.where(part.isinf(), part, part.clamp(-largest, largest)))
@@ -81,3 +104,10 @@ class Half(Wire):
 
     def decode(self, payload: Tensor, out: Tensor, start: int, elements: int) -> None:
         out.copy_(payload.view(self.dtype)[start : start + out.numel()])
+
+    def correct(self, target: Tensor, theirs: Tensor, mine: Tensor, weight: float, scratch: TakeScratch) -> None:
+        kernels = kernels_for(target)
+        if kernels is not None and kernels.takes_half(self.dtype):
+            kernels.correct_half(theirs.view(self.dtype), mine.view(self.dtype), weight, target)
+        else:
+            super().correct(target, theirs, mine, weight, scratch)
