@@ -136,6 +136,22 @@ def test_fragments_between_nodes(pools, kind):
                     torch.testing.assert_close(seen[step], vector(model), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "node"])
+def test_int4_between_nodes(pools, kind):
+    """The workers of a node stay one replica, and rounding between nodes changes the mean by what it changes the
+    gradients only."""
+    settings = {"topology": "ring", "wire": "int4", "average_every": 4}
+    results = pools(2, 2).run(inside, kind, mlp, 8, **settings)
+    exact = pools(2, 2).run(inside, kind, mlp, 8, **{**settings, "wire": "fp32"})
+    for step in range(8):
+        for first in (0, 2):
+            assert torch.equal(results[first][0][step], results[first + 1][0][step])
+    averaged, wanted = results[0][0][8], exact[0][0][8]
+    moved = (wanted - vector(seeded(0, mlp))).norm()
+    assert (averaged - wanted).norm() < 0.05 * moved
+    assert not torch.equal(results[0][0][1], exact[0][0][1])  # the wire is in use
+
+
 def test_shards_of_unequal_sizes(pools):
     check(pools, (2, 2), "fsdp", uneven)
 

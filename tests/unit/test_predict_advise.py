@@ -149,7 +149,7 @@ def test_everything_is_ranked_by_its_score(run):
     kinds = {(r["algorithm"], r["gradients"]) for r in table}
     assert kinds == {
         ("ddp", "worker"), ("awc", "worker"), ("atc", "worker"), ("awc", "node"), ("atc", "node"),
-        ("ad-psgd", "worker"), ("a2cid2", "worker"),
+        ("ad-psgd", "worker"), ("a2cid2", "worker"), ("local", "worker"),
     }  # fmt: skip
     names = {r["method"].split(":")[1] for r in table if r["algorithm"] == "awc"}
     assert names == {e.name for e in entries() if build(e.name, Layout.of([4] * 4)).connected}
@@ -241,6 +241,29 @@ def test_a_slow_network_is_offered_fewer_bytes():
     options, wire = found.recommendation["options"], found.recommendation["method"].rpartition(":")[2]
     assert options.get("every", 1) * options.get("fragments", 1) > 1 or wire in ("int8", "int4")
     assert all(r.choice.options["average_every"] >= 64 for r in found.table if r.method.endswith("aer:int4"))
+
+
+def test_very_thin_links_are_offered_fragments_and_local_steps_together():
+    advice = advise(described(gbps=0.001, nodes=4, mb=100), steps=20)
+    both = [r for r in advice.table if r.choice.fragments > 1 and r.choice.every > 1]
+    assert both, "no row has fragments and local steps"
+    alone = {(str(r.choice.method), r.choice.fragments): r for r in advice.table if r.choice.every == 1}
+    for r in both:
+        assert r.bytes_between < alone[str(r.choice.method), r.choice.fragments].bytes_between
+
+
+def test_local_steps_of_other_packages_are_ranked_but_not_recommended():
+    cluster = described(gbps=0.01, nodes=4, mb=100)
+    advice = advise(cluster, steps=20)
+    rows = {(r.choice.method.name, r.choice.every): r for r in advice.table if r.choice.local}
+    assert rows.keys() == {(name, h) for name in ("localsgd", "diloco") for h in (8, 32)}
+    averaged = next(r for r in advice.table if r.method == "ddp" and not r.choice.options).bytes_between
+    for (_, every), row in rows.items():
+        assert row.bytes_between == pytest.approx(averaged / every)
+    ddp = next(r for r in advice.table if r.method == "ddp")
+    for name in ("localsgd", "diloco"):
+        assert cluster.compute.seconds < rows[name, 32].step_time < rows[name, 8].step_time < ddp.step_time
+    assert not advice.recommendation["method"].startswith(("localsgd", "diloco"))
 
 
 def test_quality_factor():

@@ -6,16 +6,19 @@ at the same time, so that cores and memory are shared as in training.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossamer.comm.exchange import Anchor, Scratch, exchange
+from gossamer.comm.launcher import node_name
 from gossamer.comm.transport import clock
 from gossamer.comm.wire import Wire
 from gossamer.comm.wires import WIRES
@@ -23,6 +26,7 @@ from gossamer.topology.plan import Piece, Step
 
 NBYTES = 2**26  # of fp32 parameters: larger than caches, and done in tens of milliseconds
 REPEATS = 5
+STAT, BOOT = Path("/proc/stat"), Path("/proc/sys/kernel/random/boot_id")
 Meet = Callable[[str], Any]
 
 
@@ -92,13 +96,33 @@ def _median(work: Callable[[], Any]) -> float:
 
 
 class CpuMeter:
-    """CPU seconds of this process, all threads, between `start()` and `seconds()`."""
+    """CPU seconds of this process, all threads, between `start()` and `seconds()`, with its part of the kernel's work
+    for the network, which belongs to no process: the `active` workers of this machine cause that together."""
 
-    def __init__(self) -> None:
-        self._since = time.process_time()
+    def __init__(self, active: int = 1) -> None:
+        self._active = max(1, active)
+        self.start()
 
     def start(self) -> None:
-        self._since = time.process_time()
+        self._since = time.process_time(), interrupt_seconds()
 
     def seconds(self) -> float:
-        return time.process_time() - self._since
+        own, kernel = self._since
+        return time.process_time() - own + (interrupt_seconds() - kernel) / self._active
+
+
+def interrupt_seconds() -> float:
+    """Seconds that all cores of this machine have spent in interrupts since it started; 0 where that is not known."""
+    try:
+        fields = STAT.read_text().split(maxsplit=8)  # cpu, user, nice, system, idle, iowait, irq, softirq, ...
+    except OSError:
+        return 0.0
+    return (int(fields[6]) + int(fields[7])) / os.sysconf("SC_CLK_TCK")
+
+
+def machine() -> str:
+    """The same text on all workers whose kernel is the same, whatever their host names and namespaces are."""
+    try:
+        return BOOT.read_text().strip()
+    except OSError:
+        return node_name()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gossamer.comm.cost_probe import CpuMeter, probe_processing
+from gossamer.comm.cost_probe import CpuMeter, machine, probe_processing
 from gossamer.comm.gloo import Edge, GlooTransport
 from gossamer.comm.launcher import layout_of, node_name
 from gossamer.comm.process_groups import PrefixStore, default_store, rank_and_size, worker_group
@@ -95,11 +95,14 @@ def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
     store = PrefixStore(f"gossamer/probe-{next(_calls)}", default_store())
     transport = GlooTransport(store, worker_group(None), timeout)
     layout = layout_of(transport.share("node", node_name()))
+    machines = transport.share("machine", machine())
+    here = {m for m, members in enumerate(layout.members) if machines[members[0]] == machines[rank]}
     edges: dict[int, Edge] = {}
     samples: list[dict[str, Any]] = []
 
-    def measure(a: int, b: int, stage: str) -> None:
-        """Take part in measuring the link between nodes a and b, or inside node a if b = a."""
+    def measure(a: int, b: int, stage: str, active: int) -> None:
+        """Take part in measuring the link between nodes a and b, or inside node a if b = a, while `active` workers of
+        this machine do such a thing."""
         ours, theirs = layout.members[a], layout.members[b]
         flows = list(zip(ours[::2], ours[1::2], strict=False) if a == b else zip(ours, theirs, strict=False))
         mine = next((f for f in flows if rank in f), None)
@@ -114,7 +117,7 @@ def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
         if edge is not None and first:
             latency = _latency(edge, leads)
             by_size = _by_size(edge)
-            flow, cpu = _bandwidth(edge, leads, seconds)
+            flow, cpu = _bandwidth(edge, leads, seconds, CpuMeter(active))
         said = [json.loads(t) for t in transport.share(f"{stage}/flow", json.dumps([leads, [a, b], flow]))]
         each = int(max(f for lead, nodes, f in said if lead and nodes == [a, b]) * seconds / len(flows)) + 1
         elapsed = 0.0
@@ -135,7 +138,7 @@ def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
     node = layout.node[rank]
     if max(layout.per_node) > 1:
         if len(layout.members[node]) > 1:
-            measure(node, node, "inside")
+            measure(node, node, "inside", 2 * sum(layout.per_node[m] > 1 for m in here))
         else:
             sit_out("inside")
     for at, pairs in enumerate(tournament(layout.nodes) if layout.nodes > 1 else []):
@@ -143,9 +146,9 @@ def probe_links(seconds: float = 0.5, timeout: float = 300.0) -> Links:
         if mine is None:
             sit_out(f"round-{at}")
         else:
-            measure(*mine, f"round-{at}")
+            measure(*mine, f"round-{at}", sum(m in here for pair in pairs for m in pair))
     shared = _shared(transport, layout, rank, samples, seconds) if layout.nodes > 1 else 1.0
-    allreduce = _allreduce(seconds) if size > 1 else None
+    allreduce = _allreduce(seconds, CpuMeter(machines.count(machines[rank]))) if size > 1 else None
     own = probe_processing(lambda name: transport.share(f"meet/{name}", "")).to_dict()
     said = transport.share("samples", json.dumps([samples, own, usable_cores()]))
     gathered = [json.loads(t) for t in said]
@@ -210,12 +213,11 @@ def _latency(edge: Edge, leads: bool) -> float:
     return statistics.median(times) / 2
 
 
-def _bandwidth(edge: Edge, leads: bool, seconds: float) -> tuple[float, float]:
+def _bandwidth(edge: Edge, leads: bool, seconds: float, meter: CpuMeter) -> tuple[float, float]:
     """Bytes per second in each direction while both are in use, and CPU seconds per byte sent and received. The message
     grows until it takes `seconds`."""
     control = torch.zeros(1, dtype=torch.int64)
     size, best = FIRST_BYTES, (0.0, 0.0)
-    meter = CpuMeter()
     while True:
         if leads:
             control[0] = size
@@ -279,10 +281,9 @@ def _shared(
     return min(1.0, ideal / statistics.median(took[1:]))  # the first one connects
 
 
-def _allreduce(seconds: float) -> AllReduce:
+def _allreduce(seconds: float, meter: CpuMeter) -> AllReduce:
     """All-reduces of growing size, the best of three each. Stops once one takes longer than `seconds`."""
     times: dict[int, float] = {}
-    meter = CpuMeter()
     cpu = 0.0
     for nbytes in ALLREDUCE_BYTES:
         meter.start()

@@ -24,20 +24,10 @@ from gossamer.engine.node_gradients import NodeGradients
 from gossamer.engine.policies import ATC
 from gossamer.engine.prepared import Prepared
 from gossamer.engine.protocol import MixedParameters, Participation
+from gossamer.engine.totals import numbers, summed
 from gossamer.errors import GossamerError, GossamerWarning, InputError
 from gossamer.trace import TraceWriter
 
-COUNTS = (
-    "steps",
-    "rounds",
-    "mix_only_rounds",
-    "skipped_mixes",
-    "exact_averages",
-    "bytes_sent",
-    "bytes_sent_inter",
-    "seconds_waited",
-)
-"""Counts of `Gossip.stats` that are numbers in `Gossip.scalars` too."""
 VERSION = 2  # of `state_dict()`
 EQUAL = 1e-6  # distance of equal parameters to their mean, relative to their norm: the rounding of the mean
 Collective = Generator[list[Job], None, Any]  # yields the exchanges it waits for
@@ -327,25 +317,7 @@ class Gossip:
 
         `lanes` has the numbers of each lane. The steps are those of the first lane.
         """
-        lanes = [lane.metrics.summary() for lane in self.lanes]
-        for lane, summary in zip(self.lanes, lanes, strict=True):
-            latest = lane.sketcher.latest if lane.sketcher is not None else None
-            summary["consensus_ratio"] = None if latest is None else latest.ratio
-            summary["consensus_distance"] = None if latest is None else latest.distance
-        total: dict[str, Any] = {}
-        for summary in lanes:
-            for key, value in summary.items():
-                if isinstance(value, dict):
-                    mine = total.setdefault(key, {})
-                    for name, amount in value.items():
-                        mine[name] = mine.get(name, 0) + amount
-                elif key.startswith("consensus"):
-                    total[key] = value if len(lanes) == 1 else None
-                else:
-                    total[key] = total.get(key, 0) + value
-        total["steps"] = lanes[0]["steps"]  # a step of every optimizer is one step of training
-        total["gradients"] = self.gradients
-        return {**total, "buckets": sum(len(lane.buckets) for lane in self.lanes), "lanes": lanes}
+        return {**summed(self.lanes), "gradients": self.gradients}
 
     def scalars(self, prefix: str = "gossip/") -> dict[str, float]:
         """Plain numbers for an experiment tracker, each name with `prefix`. Local, and cheap enough for every step.
@@ -355,16 +327,9 @@ class Gossip:
         steps. `consensus_distance` is the latest estimate of a `ConsensusGuard`, or else the result of the latest
         `consensus_distance()`. A number that is not known yet is left out.
         """
-        stats = self.stats()
-        found: dict[str, float | None] = {name: stats[name] for name in COUNTS}
-        found["refused_exchanges"] = sum(stats["refused_by_peer"].values())
-        found["replicas"] = self.replicas
-        paces = [pace for lane in self.lanes if (pace := lane.metrics.pace()) is not None]
-        if paces:
-            found["seconds_per_step"] = paces[0][0]
-            found["waiting_share"] = sum(share for _, share in paces)
         guarded = any(lane.sketcher is not None for lane in self.lanes)
-        found["consensus_distance"] = self.consensus_distance(exact=False) if guarded else self._distance
+        distance = self.consensus_distance(exact=False) if guarded else self._distance
+        found = {**numbers(self.stats(), self.lanes), "replicas": self.replicas, "consensus_distance": distance}
         return {prefix + name: float(v) for name, v in found.items() if v is not None and math.isfinite(v)}
 
     @contextmanager

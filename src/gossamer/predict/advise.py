@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 from gossamer.errors import InputError
 from gossamer.predict import changes, paste
-from gossamer.predict.choices import Choice, baselines, coarser, gossip, refined
+from gossamer.predict.choices import Choice, baselines, coarser, gossip, local_steps, rarer, refined
 from gossamer.predict.cluster import ClusterSpec
 from gossamer.predict.evidence import QualityFactor, allreduce_factor, quality_factor
 from gossamer.predict.methods import WIRES, parse
@@ -22,7 +22,8 @@ from gossamer.topology import Layout, analyze, build
 STEPS, MANY_WORKERS = 120, 64  # with more workers than this, half the steps give a steady mean
 WORTH_IT = 0.10  # a smaller gain in the time to the same loss is not worth leaving DDP for
 FEWEST_EXCHANGES = 0.5  # per step; an asynchronous method with fewer is charged the time until it has them
-MEMORY = {"ddp": 1.0, "awc": 1.0, "atc": 1.0, "ad-psgd": 4.0, "a2cid2": 4.0}  # beyond the model, in parameter sizes
+# beyond the model, in parameter sizes
+MEMORY = {"ddp": 1.0, "local": 2.0, "awc": 1.0, "atc": 1.0, "ad-psgd": 4.0, "a2cid2": 4.0}
 WAITS = 0.02  # a choice that waits less than this gains nothing from other settings
 REFINED = 6  # best choices whose wires, frequency, staleness and buckets are tried
 RECORDED = (None, "aer", "one-peer-exponential")  # topologies with records of quality
@@ -151,7 +152,7 @@ def advise(
     facts = derived(cluster)
     best = _best(cluster, rows, worth)
     recommendation = _recommend(cluster, rows, best, facts, worth, length, seed)
-    rivals = [r.choice for r in rows if not r.choice.ddp][:2]
+    rivals = [r.choice for r in rows if r.choice.gossips][:2]
     rivals += [] if best.choice in rivals else [best.choice]
 
     def judge(changed: ClusterSpec, choice: Choice) -> tuple[float, float]:
@@ -175,10 +176,12 @@ def _ranked(cluster: ClusterSpec, run: Predict, noise: Noise) -> list[Row]:
     for gradients in ("worker", "node"):
         same = [r for r in rows if r.choice.gradients == gradients and r.choice.algorithm == "awc"]
         rows += [row(c) for r in same[:REFINED] for c in coarser(r.choice)]
-    for r in sorted(rows, key=rank)[:REFINED]:
-        if run(r.choice).waiting > WAITS:
-            rows += [row(c) for c in refined(cluster, r.choice)]
-    return sorted([*rows, *(row(c) for c, _ in ddp)], key=rank)
+    for variants in (partial(refined, cluster), rarer):
+        for r in sorted(rows, key=rank)[:REFINED]:
+            if run(r.choice).waiting > WAITS:
+                rows += [row(c) for c in variants(r.choice)]
+    others = [c for c, _ in ddp] + local_steps()
+    return sorted([*rows, *map(row, others)], key=rank)
 
 
 def rank(row: Row) -> float:
@@ -197,6 +200,9 @@ def row_of(cluster: ClusterSpec, choice: Choice, result: Result, fastest: float,
     if choice.ddp:
         quality = allreduce_factor(choice.method.wire)
         between = averaged * wire
+    elif choice.local:
+        quality = quality_factor(replicas=cluster.layout.n, rounds=choice.every)
+        between = averaged / choice.every
     else:
         topology = choice.topology(cluster)
         rounds, crossing = _figures(choice.method.topology or "", topology.layout)
@@ -240,7 +246,7 @@ def _best(cluster: ClusterSpec, rows: list[Row], worth: float) -> Row:
     """The gossip to recommend if any: the first by score that gains also at the bad end of its quality."""
     known = [r for r in rows if _known(cluster, r)]
     rival = min(r.score for r in known if r.choice.ddp)
-    own = [r for r in known if not r.choice.ddp]
+    own = [r for r in known if r.choice.gossips]
     safe = (r for r in own if r.worst_score < rival and r.score <= (1 - worth) * rival)
     return next(safe, own[0])
 

@@ -18,6 +18,7 @@ from gossamer.topology import Layout, Topology, build, entries
 SIZES = (10.0, 100.0)  # MiB, around the engine's own choice (at most 25)
 IN_FLIGHT = (8,)  # fewer exchanges in flight than the engine's 4 are never faster in this model
 EVERY = (2, 4, 8, 16, 32)
+LOCAL = (8, 32)  # local steps of LocalSGD and DiLoCo
 STALENESS = (1, 2)
 FRAGMENTS = (2, 4, 8)
 REFRESH = 64  # steps between the exact averages that wires relative to an anchor need
@@ -47,7 +48,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train. `algorithm` is the engine's name, or "ddp"; "atc" has no method name of its own."""
+    """One way to train. `algorithm` is the engine's name, "ddp" or "local"; "atc" has no method name of its own."""
 
     method: Method
     algorithm: str
@@ -63,6 +64,15 @@ class Choice:
     @property
     def ddp(self) -> bool:
         return self.algorithm == "ddp"
+
+    @property
+    def local(self) -> bool:
+        """Whether it is another package's: local steps, then an all-reduce of parameters."""
+        return self.algorithm == "local"
+
+    @property
+    def gossips(self) -> bool:
+        return not self.ddp and not self.local
 
     @property
     def synchronous(self) -> bool:
@@ -119,7 +129,7 @@ class Choice:
             cap = self.plan.bucket_mb
             size = {} if cap is None else {"bucket_mb": cap, "first_bucket_mb": cap}  # torch has no small first bucket
             return predict(self.method, cluster.changed(ddp=size), steps=steps, seed=seed)
-        if self.method.algorithm == "local":
+        if self.local:
             return predict(self.method, cluster, steps=steps, seed=seed, policy=ExchangePolicy(every=self.every))
         if self.method.package != "gossamer" and self.plan.bucket_mb is not None:
             buckets = max(1, math.ceil(cluster.model.bytes / (self.plan.bucket_mb * MiB)))
@@ -150,6 +160,11 @@ def baselines(cluster: ClusterSpec) -> list[Choice]:
     """Return DDP in fp32 and bf16, with several bucket sizes."""
     plans = [BucketPlan(), *(BucketPlan(bucket_mb=s) for s in SIZES if s != cluster.ddp.bucket_mb)]
     return [Choice(parse(f"ddp:{wire}"), "ddp", plan=p) for wire in ("fp32", "bf16") for p in plans]
+
+
+def local_steps() -> list[Choice]:
+    """Return the rivals on thin links: local steps between all-reduces of the parameters."""
+    return [Choice(parse(name), "local", every=h) for name in ("localsgd", "diloco") for h in LOCAL]
 
 
 def gossip(cluster: ClusterSpec) -> Iterator[Choice]:
@@ -199,6 +214,15 @@ def refined(cluster: ClusterSpec, choice: Choice) -> list[Choice]:
             seen.add(effect)
             made.append(other)
     return made
+
+
+def rarer(choice: Choice) -> list[Choice]:
+    """Return local steps and fragments together, for a choice with one of them whose exchanges do not fit yet."""
+    if choice.algorithm != "awc" or choice.staleness or (choice.every == 1) == (choice.fragments == 1):
+        return []
+    if choice.every == 1:
+        return [replace(choice, every=k) for k in EVERY]
+    return [replace(choice, fragments=f) for f in FRAGMENTS]
 
 
 def _effect(choice: Choice, cluster: ClusterSpec) -> tuple[int, int, bool]:

@@ -64,7 +64,7 @@ def what_if(cluster: ClusterSpec, advice: Advice, *, seed: int = 0, worth: float
 
 def rivals_of(advice: Advice) -> list[Row]:
     """Return a few different gossip rows: the recommended one, then the best of each kind."""
-    own = [r for r in advice.shortest() if not r.choice.ddp]
+    own = [r for r in advice.shortest() if r.choice.gossips]
     chosen = advice.recommendation["best_gossip"]
     first = next((r for r in own if r.method == chosen), own[0])
     kept: dict[tuple[str, str], Row] = {(first.choice.algorithm, first.choice.gradients): first}
