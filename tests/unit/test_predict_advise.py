@@ -274,7 +274,7 @@ def test_quality_factor():
     assert 1 < factor().value < factor(rounds=4).value < factor(replicas=16, rounds=4).value < 1.4
     assert factor(rounds=200).value > factor(rounds=20).value
     assert factor(wire="int8").value > factor(wire="bf16").value
-    assert "quality-paired" in factor().evidence
+    assert factor().evidence == "records quality-*"
     assert "extrapolated" in factor(rounds=200).evidence
     assert factor(rounds=None).high <= 4
     own = predict_quality(100.0, 32, 128)
@@ -315,7 +315,7 @@ def test_every_line_says_what_was_predicted(buckets):
     options_seen = set()
     for row in advise(cluster.changed(links={"inter": far}), steps=20).table:
         choice, calls = row.choice, []
-        if choice.ddp:
+        if not choice.gossips:
             continue
         *_, line = lines(choice)
         spy = type("Spy", (), {"__getattr__": lambda _, name: getattr(gossamer, name)})()

@@ -1,6 +1,7 @@
 """From measurements to a cluster file: order of the probes, links that differ, compute times from three sources."""
 
 import json
+import os
 from itertools import combinations
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 import gossamer
 from gossamer.cli import main
+from gossamer.comm import cost_probe, node_name
+from gossamer.comm.cost_probe import CpuMeter
 from gossamer.comm.link_probe import tournament
 from gossamer.errors import InputError
 from gossamer.predict.cluster import from_dict, to_toml
@@ -135,3 +138,42 @@ def test_samples_are_subsampled_evenly(tmp_path):
     assert said["seconds"] == pytest.approx(2.0)
     assert len(said["samples"]) <= 512
     assert sum(said["samples"]) / len(said["samples"]) == pytest.approx(2.0, rel=0.02)
+
+
+def test_the_kernels_work_for_the_network_is_shared_by_the_workers_of_a_machine(monkeypatch, tmp_path):
+    ticks = os.sysconf("SC_CLK_TCK")
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  10 0 5 100 0 3 7 0 0 0\ncpu0 10 0 5 100 0 3 7 0 0 0\n")
+    monkeypatch.setattr(cost_probe, "STAT", stat)
+    monkeypatch.setattr(cost_probe.time, "process_time", lambda: 2.0)
+    meter = CpuMeter(active=4)
+    stat.write_text(f"cpu  90 0 5 100 0 {3 + ticks} {7 + 2 * ticks} 0 0 0\n")
+    assert meter.seconds() == pytest.approx(3 / 4)  # three seconds of interrupts, four workers; no time of its own
+    stat.unlink()  # not Linux
+    meter.start()
+    assert meter.seconds() == 0.0
+
+
+def test_workers_of_one_kernel_know_it(monkeypatch, tmp_path):
+    boot = tmp_path / "boot_id"
+    boot.write_text("one\n")
+    monkeypatch.setattr(cost_probe, "BOOT", boot)
+    assert cost_probe.machine() == "one"
+    boot.unlink()
+    assert cost_probe.machine() == node_name()
+
+
+def test_the_probe_measures_beyond_the_caches_and_with_an_anchor(monkeypatch):
+    """int8 and int4 read the anchor too, so it must be a part of what is measured."""
+    seen = []
+    real = cost_probe.exchange
+
+    def watched(program, x, out, wire, scratch, **given):
+        seen.append((wire.name, x.numel() * 4, given["anchor"]))
+        return real(program, x, out, wire, scratch, **given)
+
+    monkeypatch.setattr(cost_probe, "exchange", watched)
+    made = cost_probe.probe_processing(lambda name: None)
+    assert set(made.merge) == set(made.encode) | {"fp32"}
+    assert {nbytes for _, nbytes, _ in seen} == {2**26}
+    assert all(anchor.id == 0 and anchor.value.numel() * 4 == 2**26 for _, _, anchor in seen)

@@ -30,9 +30,9 @@ def advice_on_rate(choice: Choice) -> str:
     if choice.method.optimizer == "sgd":
         return "Start with all-reduce's learning rate and search by factors of two: no record compares the rates."
     if choice.gradients == "node":
-        first = "Keep all-reduce's learning rate (records quality-paired-*)"
+        first = "Keep all-reduce's learning rate (records quality-signal-*)"
     else:
-        first = "Start with all-reduce's learning rate, and try half of it if the loss is behind (quality-paired-*)"
+        first = "Start with all-reduce's learning rate, and try half of it if the loss is behind (quality-signal-*)"
     return f"{first}; clip by gossip.clip_grad_norm_ at all-reduce's threshold, and warm up over some hundred steps."
 
 
