@@ -34,6 +34,9 @@ class Worker(LinkTable):
         self.listener = Listener(self.server, RUN, hello, self._accept, self.refused)
 
     def _accept(self, connection, hello):
+        if hello.ask is Ask.NOTICE:
+            connection.close()
+            return
         assert hello.ask is Ask.LINK
         self.install(self.peer(hello.rank), connection)
 

@@ -247,6 +247,9 @@ def test_very_thin_links_are_offered_fragments_and_local_steps_together():
     advice = advise(described(gbps=0.001, nodes=4, mb=100), steps=20)
     both = [r for r in advice.table if r.choice.fragments > 1 and r.choice.every > 1]
     assert both, "no row has fragments and local steps"
+    for r in advice.table:
+        unusual = r.choice.every > 1 or r.choice.fragments > 1 or r.choice.outer
+        assert ("none of which has local steps" in r.quality.evidence) == unusual
     alone = {(str(r.choice.method), r.choice.fragments): r for r in advice.table if r.choice.every == 1}
     for r in both:
         assert r.bytes_between < alone[str(r.choice.method), r.choice.fragments].bytes_between
@@ -276,6 +279,8 @@ def test_quality_factor():
     assert factor(wire="int8").value > factor(wire="bf16").value
     assert factor().evidence == "records quality-*"
     assert "extrapolated" in factor(rounds=200).evidence
+    assert "none of which has local steps" in factor(every_step=False).evidence
+    assert factor(every_step=False).high > factor().high
     assert factor(rounds=None).high <= 4
     own = predict_quality(100.0, 32, 128)
     assert "noise scale of your run" in factor(noise=own).evidence

@@ -1,5 +1,7 @@
 """A directory that is restarted from its file, and one that forgets a job whose workers are all gone."""
 
+import time
+
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
@@ -74,6 +76,40 @@ def test_a_job_without_a_sign_of_life_is_forgotten():
     keeper.look(1111.0)
     assert not store.check(["gossamer/record"])
     assert store.list_keys() == []
+
+
+def test_a_restored_job_whose_workers_do_not_come_back_is_forgotten(tmp_path):
+    file = tmp_path / "directory.json"
+    before = HashStore()
+    before.set("gossamer/record", "the members")
+    Keeper(before, file, 60.0).close()
+    store = HashStore()
+    keeper = Keeper(store, file, 60.0)
+    keeper.close()  # the test looks, at its own times
+    begun = time.monotonic()
+    keeper.look(begun + 50)
+    assert store.check(["gossamer/record"])
+    keeper.look(begun + 100)
+    assert store.list_keys() == []
+    store.set("gossamer/record", "another job")  # it begins, and gives no signs yet
+    keeper.look(begun + 1000)
+    keeper.look(begun + 2000)
+    assert store.check(["gossamer/record"])
+
+
+def test_a_restored_job_that_goes_on_is_kept(tmp_path):
+    file = tmp_path / "directory.json"
+    before = HashStore()
+    before.set("gossamer/record", "the members")
+    Keeper(before, file, 60.0).close()
+    store = HashStore()
+    keeper = Keeper(store, file, 60.0)
+    keeper.close()
+    begun = time.monotonic()
+    for sign in range(10):
+        store.set("gossamer/present/0", str(sign))
+        keeper.look(begun + 50 * sign)
+    assert store.check(["gossamer/record"])
 
 
 def test_a_failure_to_write_is_told_once_and_tried_again(monkeypatch, tmp_path):

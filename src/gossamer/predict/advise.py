@@ -29,6 +29,7 @@ REFINED = 6  # best choices whose wires, frequency, staleness and buckets are tr
 RECORDED = (None, "aer", "one-peer-exponential")  # topologies with records of quality
 EARNS = 0.02  # how much better other settings must be before they are preferred to the defaults
 CLOSE = 0.02  # rows of which no order is claimed
+ALIKE = 0.05  # scores among which the risk decides what is recommended
 Predict = Callable[[Choice], Result]
 Noise = dict[str, Quality]  # by kind of gradients, "worker" or "node"
 Verdict = Literal["gossip", "keep DDP", "gain is jitter only"]
@@ -201,7 +202,7 @@ def row_of(cluster: ClusterSpec, choice: Choice, result: Result, fastest: float,
         quality = allreduce_factor(choice.method.wire)
         between = averaged * wire
     elif choice.local:
-        quality = quality_factor(replicas=cluster.layout.n, rounds=choice.every)
+        quality = quality_factor(replicas=cluster.layout.n, rounds=choice.every, every_step=False)
         between = averaged / choice.every
     else:
         topology = choice.topology(cluster)
@@ -216,6 +217,7 @@ def row_of(cluster: ClusterSpec, choice: Choice, result: Result, fastest: float,
             rounds=None if rounds is None else rounds * choice.fragments / max(1e-9, result.exchange_rate),
             wire=choice.method.wire,
             asynchronous=choice.method.asynchronous,
+            every_step=choice.every == 1 and choice.fragments == 1 and not choice.outer,
             noise=noise.get(choice.gradients),
         )
         if choice.synchronous and rounds:
@@ -243,12 +245,14 @@ def _figures(name: str, layout: Layout) -> tuple[int | None, float]:
 
 
 def _best(cluster: ClusterSpec, rows: list[Row], worth: float) -> Row:
-    """The gossip to recommend if any: the first by score that gains also at the bad end of its quality."""
+    """The gossip to recommend if any: it gains also at the bad end of its quality, and of those whose scores are alike
+    it is the one that loses least there."""
     known = [r for r in rows if _known(cluster, r)]
     rival = min(r.score for r in known if r.choice.ddp)
     own = [r for r in known if r.choice.gossips]
-    safe = (r for r in own if r.worst_score < rival and r.score <= (1 - worth) * rival)
-    return next(safe, own[0])
+    safe = [r for r in own if r.worst_score < rival and r.score <= (1 - worth) * rival]
+    alike = [r for r in safe if r.score <= (1 + ALIKE) * safe[0].score]
+    return min(alike, key=lambda r: rank(r) * r.worst_score / r.score, default=own[0])
 
 
 def _known(cluster: ClusterSpec, row: Row) -> bool:

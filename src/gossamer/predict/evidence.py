@@ -95,11 +95,13 @@ def quality_factor(
     rounds: float | None,
     wire: str = "fp32",
     asynchronous: bool = False,
+    every_step: bool = True,
     noise: Quality | None = None,
 ) -> QualityFactor:
     """Return the factor of gossip among `replicas` whose averages take `rounds` steps to be exact (None: never).
 
-    `noise` is what the noise scale of the user's own run predicts; it replaces the records' factor.
+    `every_step`: all parameters are exchanged in every step, as in the records; no record has local steps, fragments or
+    outer steps. `noise` is what the noise scale of the user's own run predicts; it replaces the records' factor.
     """
     if replicas == 1:
         return QualityFactor(1.0, 1.0, 1.0, "one replica: exact averages")
@@ -113,8 +115,10 @@ def quality_factor(
         return QualityFactor(1 + min(MOST, middle), 1 + low, 1 + min(MOST, max(high, middle) * 1.5 + 0.01), evidence)
     base = NODES_AER * ((replicas - 1) / 3) ** REPLICA_POWER
     excess = min(MOST, max(EXACT * base, base + mixing) + coarse)
-    known = steps <= KNOWN_ROUNDS and replicas <= 16 and not coarse
+    known = steps <= KNOWN_ROUNDS and replicas <= 16 and not coarse and every_step
     evidence = "records quality-*" if known else "extrapolated from records quality-*"
+    if not every_step:
+        evidence += ", none of which has local steps or fragments"
     top = HIGH if known else FAR_HIGH
     return QualityFactor(1 + excess, 1 + LOW * excess - 0.01, 1 + min(MOST, top * excess + 0.01), evidence)
 

@@ -128,6 +128,7 @@ class Ask(IntEnum):
     LINK = 1  # to exchange frames from now on
     STATE = 2  # to receive the other worker's state at the end of its step
     INITIAL_STATE = 3  # to receive the parameters and buffers from which all workers start
+    NOTICE = 4  # to be connected to: the worker with the higher rank opens links
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class Keeper:
         self._signs: dict[str, bytes] = {}
         self._changed = time.monotonic()  # when a sign last changed
         self._failing = False  # the last look failed
+        self._orphaned = False  # the contents were restored, and no worker has given a sign since
         if file is not None:
             self._restore(file)
         self._stopped = threading.Event()
@@ -51,12 +52,13 @@ class Keeper:
         held = {key: value for key, value in read.items() if value != NOTHING.encode()}
         signs = {key: value for key, value in held.items() if key.startswith(SIGNS)}
         kept = {key: value for key, value in held.items() if key not in signs}
-        if signs != self._signs or not signs:
+        self._orphaned = self._orphaned and not signs
+        if signs != self._signs or not (signs or self._orphaned):  # without signs a job is only beginning
             self._signs, self._changed = signs, now
         elif self._forget_after is not None and now - self._changed > self._forget_after:
             for key in self._store.list_keys():
                 self._store.delete_key(key)
-            self._signs, kept = {}, {}
+            self._signs, self._orphaned, kept = {}, False, {}
         if self._file is not None and kept != self._saved:
             self._write(self._file, kept)
 
@@ -101,4 +103,4 @@ class Keeper:
             ) from None
         for key, value in held.items():
             self._store.set(key, value)  # type: ignore[arg-type]  # bytes are fine
-        self._saved = held
+        self._saved, self._orphaned = held, bool(held)

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 from gossamer.comm.deadline import Deadline
@@ -82,7 +83,8 @@ class LinkTable:
     def connect(self, peer: Peer) -> bool:
         """Return whether there is a link with `peer`; open it first if this worker has the higher rank.
 
-        The worker with the lower rank only checks whether the peer's port is open. A closed port marks it as dead.
+        The worker with the lower rank only gives notice: the peer may not know yet that this worker is a member, and
+        would read the record of the members half a second later. A closed port marks the peer as dead.
         """
         if peer.link is not None:
             return True
@@ -97,7 +99,8 @@ class LinkTable:
         except OSError:
             return False
         if self.rank < peer.rank:
-            connection.close()
+            with connection, suppress(OSError, Refused):
+                meet(connection, replace(self._hello(), ask=Ask.NOTICE), first=True)
             return False
         try:
             mine = self._hello()

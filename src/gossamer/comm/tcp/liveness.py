@@ -106,11 +106,16 @@ class Liveness:
 
     def _look_at(self, peer: Peer, member: Member) -> None:
         if peer.link is None and not peer.dead and peer.rank not in self._connecting:
+            thread = threading.Thread(target=self._connect, args=(peer,), name="gossamer-connect", daemon=True)
             self._connecting.add(peer.rank)
-            threading.Thread(target=self._connect, args=(peer,), name="gossamer-connect", daemon=True).start()
+            try:
+                thread.start()
+            except RuntimeError:  # the process cannot have more threads at the moment: try again at the next heartbeat
+                self._connecting.discard(peer.rank)
         if self._is_dead(peer):
-            if peer.link is not None:
-                peer.link.close(f"it was silent for {peer.silence():.1f} s")
+            link = peer.link
+            if link is not None:
+                link.close(f"it was silent for {peer.silence():.1f} s")
             if member.incarnation not in self._reported:
                 self._reported.add(member.incarnation)
                 self._on_doubt()

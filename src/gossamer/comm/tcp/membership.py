@@ -35,6 +35,7 @@ from gossamer.comm.tcp.suspicion import Suspicions
 from gossamer.comm.transport import ChannelId, Purpose
 
 LOOK = 0.5  # seconds between reads of the record
+LEAP = 10**7  # rounds that a peer can be ahead: a worker was away for that long
 LONGEST_LOOK = 1.5  # the same when the directory does not answer
 MARGIN = 2  # see Note [Why a plan starts at an announced round]
 
@@ -70,6 +71,7 @@ class Membership:
         self._left = False
         self.deadlines = EdgeDeadlines(soft_deadline)
         self.decided = -1  # the latest stage of a meeting that is decided, as far as this worker has heard
+        self._heeded = -1  # the latest stage whose news has ended a wait
         self._news = threading.Condition()
         self._stopped = threading.Event()
         self._hurry = threading.Event()  # read the record now
@@ -163,9 +165,19 @@ class Membership:
         self.links.send_all(FrameHeader(Kind.DECIDED, self.run, epoch=self.record.epoch, round=stage))
 
     def await_news(self, stage: int, seconds: float) -> bool:
-        """Wait at most `seconds` for the news that `stage`, or a later one, is decided."""
+        """Wait at most `seconds` for the news that `stage`, or a later one, is decided.
+
+        The news is a hint that ends one wait: who asks for the same stage again has found nothing decided, so the news
+        was wrong, and waits for all of `seconds`.
+        """
         with self._news:
-            return self._news.wait_for(lambda: self.decided >= stage, seconds)
+            if self._heeded >= stage:
+                self._news.wait(seconds)
+                return False
+            if not self._news.wait_for(lambda: self.decided >= stage, seconds):
+                return False
+            self._heeded = stage
+            return True
 
     def hard_deadline(self, rank: int) -> float:
         """Seconds of silence after which this member counts as dead."""
@@ -279,11 +291,16 @@ class Membership:
 
     def _accept(self, connection: socket.socket, hello: Hello) -> None:
         """Take over a connection of another worker; a link must be of a member of the current epoch."""
-        if hello.ask is not Ask.LINK:
+        if hello.ask not in (Ask.LINK, Ask.NOTICE):
             self._serve(connection, hello.ask)
             return
         member = self.record.members.get(hello.rank)
-        if member is None or member.incarnation != hello.incarnation:
+        known = member is not None and member.incarnation == hello.incarnation
+        if hello.ask is Ask.NOTICE:
+            connection.close()
+            (self._liveness.hurry if known else self._hurry.set)()
+            return
+        if not known:
             self._hurry.set()  # its record may be newer than this worker's
             raise NotMember(f"worker {hello.rank} is not a member of epoch {self.record.epoch}")
         if len(hello.rounds) != len(self._rounds):
@@ -301,6 +318,8 @@ class Membership:
                 rounds = whole_numbers(read_json(payload))
                 if len(rounds) != len(self._rounds):
                     raise ValueError(f"it has {len(rounds)} lanes, this worker {len(self._rounds)}")
+                if max(rounds) > max(*self._rounds, *self.record.starts) + LEAP:
+                    raise ValueError(f"round {max(rounds)} cannot have been reached")
                 if header.kind is Kind.HEARTBEAT:
                     peer.beat()
                     peer.report(rounds)

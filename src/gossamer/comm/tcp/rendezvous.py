@@ -66,8 +66,7 @@ class Rendezvous:
         founding = None if self._record() else self._founding_record(description, agree)
         if founding is not None:
             current = ask(lambda store: settle(store, "record", founding.text()))
-            if self.rank == 0:
-                ask(lambda store: store.set("founded", description))
+            ask(lambda store: settle(store, "founded", description))  # by all: any of them may die right now
         else:
             agree([self.directory.ask_at_start(lambda store: store.get("founded").decode()), description])
             current = self._record()

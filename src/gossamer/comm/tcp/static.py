@@ -110,8 +110,11 @@ class StaticLinks:
 
     def _accept(self, connection: socket.socket, hello: Hello) -> None:
         peer = self.links.peers.get(hello.rank)
-        if peer is None or peer.incarnation != hello.incarnation or hello.ask is not Ask.LINK:
+        if peer is None or peer.incarnation != hello.incarnation or hello.ask not in (Ask.LINK, Ask.NOTICE):
             raise Refused(f"a process that is not worker {hello.rank} of this job connected")
+        if hello.ask is Ask.NOTICE:  # this worker connects soon anyway
+            connection.close()
+            return
         self.links.install(peer, connection)
 
     def _on_frame(self, peer: Peer, header: FrameHeader, payload: bytes) -> None:
