@@ -208,6 +208,24 @@ def test_without_costs_only_fp32_is_recommended():
     assert any("no [costs]" in note for note in found.notes)
 
 
+def test_a_description_by_hand_needs_no_model(run, tmp_path):
+    data = {k: v for k, v in described(costs=None).model_dump(exclude_none=True).items() if k in ("nodes", "per_node")}
+    links = {"inter": {"bandwidth_gbps": 0.1, "latency_us": 50}, "intra": {"bandwidth_gbps": 20}}
+    (tmp_path / "mine.json").write_text(json.dumps({**data, "links": links, "compute": {"seconds": 0.5}}))
+    assert "lacks 'model'" in run(f"advise {tmp_path / 'mine.json'}", code=2)
+    got = run(f"advise {tmp_path / 'mine.json'} --model-mb 500 --steps 20 --json")
+    assert got["recommendation"]["verdict"] == "gossip"
+    assert "--model-mb must be a positive" in run(f"advise {tmp_path / 'mine.json'} --model-mb -1", code=2)
+
+
+def test_without_costs_a_thin_link_is_offered_a_coarser_wire():
+    """500 MB at 100 Mbit/s take 40 s, and rounding them takes a second at worst."""
+    found = advise(described(gbps=0.1, nodes=4, mb=500, costs=None), steps=20)
+    chosen = found.recommendation
+    assert parse(chosen["method"]).wire != "fp32"
+    assert any("1 GB/s of encoding" in note for note in found.notes)
+
+
 def test_a_gain_from_jitter_is_called_that():
     cluster = described(gbps=100, nodes=8, per_node=1, jitter="gaussian:0.3", mb=1)
     found = advise(cluster, steps=60).recommendation

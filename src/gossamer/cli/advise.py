@@ -120,7 +120,7 @@ def _cluster(
     rate = parse_rate(link)
     if rate is None:
         raise InputError(f"--link {link!r} is no rate; write for example --link 25gbit")
-    known = load(source)
+    known = load(source, model_mb)
     latency = known.links.inter.latency_us if known.links.inter is not None else 50.0
     inter = LinkSpec(bandwidth_gbps=rate / 1e9, latency_us=latency)
     return cluster_from(known.changed(links={"inter": inter, "pairs": ()}), nodes, per_node, n, None, model_mb)

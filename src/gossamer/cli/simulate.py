@@ -218,14 +218,14 @@ def cluster_from(
     """Load a preset or a file, and apply the options."""
     from gossamer.predict.cluster import load
 
-    cluster = load(source) if isinstance(source, str) else source
+    if model_mb is not None and not (math.isfinite(model_mb) and model_mb > 0):
+        raise InputError(f"--model-mb must be a positive number of megabytes, got {model_mb}")
+    cluster = load(source, model_mb) if isinstance(source, str) else source
     if nodes is not None or per_node is not None or n is not None:
         cluster = cluster.resized(_layout_on(cluster.layout, nodes, per_node, n))
     if jitter is not None:
         cluster = cluster.changed(compute={"jitter": jitter, "samples": None})
     if model_mb is not None:
-        if not (math.isfinite(model_mb) and model_mb > 0):
-            raise InputError(f"--model-mb must be a positive number of megabytes, got {model_mb}")
         cluster = cluster.changed(model={"mb": model_mb, "source": "given"})
     return cluster
 

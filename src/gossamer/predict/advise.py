@@ -28,6 +28,7 @@ WAITS = 0.02  # a choice that waits less than this gains nothing from other sett
 REFINED = 6  # best choices whose wires, frequency, staleness and buckets are tried
 RECORDED = (None, "aer", "one-peer-exponential")  # topologies with records of quality
 EARNS = 0.02  # how much better other settings must be before they are preferred to the defaults
+SLOW_CODE = 1.0  # GB of parameters per second: slower than encoding or decoding on one core of any recent processor
 CLOSE = 0.02  # rows of which no order is claimed
 ALIKE = 0.05  # scores among which the risk decides what is recommended
 Predict = Callable[[Choice], Result]
@@ -247,7 +248,7 @@ def _figures(name: str, layout: Layout) -> tuple[int | None, float]:
 def _best(cluster: ClusterSpec, rows: list[Row], worth: float) -> Row:
     """The gossip to recommend if any: it gains also at the bad end of its quality, and of those whose scores are alike
     it is the one that loses least there."""
-    known = [r for r in rows if _known(cluster, r)]
+    known = _recommendable(cluster, rows)
     rival = min(r.score for r in known if r.choice.ddp)
     own = [r for r in known if r.choice.gossips]
     safe = [r for r in own if r.worst_score < rival and r.score <= (1 - worth) * rival]
@@ -255,15 +256,29 @@ def _best(cluster: ClusterSpec, rows: list[Row], worth: float) -> Row:
     return min(alike, key=lambda r: rank(r) * r.worst_score / r.score, default=own[0])
 
 
-def _known(cluster: ClusterSpec, row: Row) -> bool:
-    """Whether a row may be recommended: without measured or assumed costs, coarser wires may not."""
-    return cluster.costs is not None or row.choice.method.wire == "fp32"
+def _recommendable(cluster: ClusterSpec, rows: list[Row]) -> list[Row]:
+    """The rows that may be recommended. Without costs, a coarser wire must gain even if encoding and decoding run at
+    SLOW_CODE and overlap with nothing."""
+    if cluster.costs is not None:
+        return rows
+    coding = 2 * cluster.model.bytes / 1e9 / SLOW_CODE
+    plain = {ddp: min(r.score for r in rows if r.choice.ddp == ddp and _is_plain(r)) for ddp in (True, False)}
+
+    def gains(row: Row) -> bool:
+        each = coding / (row.choice.every * row.choice.fragments)
+        return row.score * (1 + each / row.step_time) < plain[row.choice.ddp]
+
+    return [r for r in rows if _is_plain(r) or gains(r)]
+
+
+def _is_plain(row: Row) -> bool:
+    return row.choice.method.wire == "fp32" and not row.choice.local
 
 
 def _recommend(
     cluster: ClusterSpec, rows: list[Row], best: Row, facts: dict[str, float], worth: float, steps: int, seed: int
 ) -> dict[str, Any]:
-    known = [r for r in rows if r.choice.ddp and _known(cluster, r)]
+    known = [r for r in _recommendable(cluster, rows) if r.choice.ddp]
     rival = min(known, key=rank)
     plain = min((r for r in known if r.choice.method.wire == "fp32"), key=rank)
     gain, sure = 1 - best.score / rival.score, 1 - best.worst_score / rival.score

@@ -317,8 +317,8 @@ class ClusterSpec(_Part):
         return changed
 
 
-def load(source: str | Path) -> ClusterSpec:
-    """Load a preset by name, or a `.toml` or `.json` file."""
+def load(source: str | Path, model_mb: float | None = None) -> ClusterSpec:
+    """Load a preset by name, or a `.toml` or `.json` file. `model_mb` is for a file that does not describe the model."""
     from gossamer.predict.presets import PRESETS
 
     if str(source) in PRESETS:
@@ -337,6 +337,8 @@ def load(source: str | Path) -> ClusterSpec:
         data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except (ValueError, RecursionError) as error:  # both parsers' errors are ValueErrors
         raise InputError(f"cluster file {path} is not valid {path.suffix[1:].upper()}: {error!s:.200}") from None
+    if model_mb is not None and isinstance(data, dict):
+        data.setdefault("model", {"mb": model_mb})
     made = from_dict(data, str(path))
     inter = made.links.inter
     if inter is not None and inter.bandwidth_gbps > FASTEST_NODE_GBPS:

@@ -69,8 +69,8 @@ def unknown(cluster: ClusterSpec) -> list[str]:
         notes.append(f"the model's size is a guess ({cluster.model.mb:g} MB): pass --model-mb")
     if cluster.costs is None:
         notes.append(
-            "the description has no [costs]: encoding, mixing and memory are not charged, so no wire but fp32 is "
-            "recommended; gossamer probe measures them"
+            "the description has no [costs]: encoding, mixing and memory are not charged, so a coarser wire than fp32 "
+            "is recommended only if it gains at 1 GB/s of encoding and decoding; gossamer probe measures them"
         )
     elif cluster.costs.assumed:
         notes.append(f"assumed, not measured: {cluster.costs.assumed}")
