@@ -14,6 +14,7 @@ from gossamer.predict import changes
 from gossamer.predict.advise import advise
 from gossamer.predict.choices import Choice
 from gossamer.predict.cluster import from_dict, load
+from gossamer.predict.costs import ClusterCosts
 from gossamer.predict.evidence import quality_factor
 from gossamer.predict.methods import WIRES, parse
 from gossamer.predict.paste import lines
@@ -185,6 +186,19 @@ def test_exact_averages_of_anchored_wires_are_charged_where_they_happen():
     assert choice.options["average_every"] == 64
     assert "average_every" not in without.options
     assert choice.predict(cluster, 40, 0).step_time > without.predict(cluster, 40, 0).step_time + 0.01
+
+
+def test_exact_averages_that_are_asked_for_are_charged_on_any_wire():
+    cluster = described(gbps=0.1, nodes=4, mb=20)
+
+    def time(algorithm, **given):
+        return Choice(parse("gossipadam:aer"), algorithm, **given).predict(cluster, 40, 0).step_time
+
+    reduce = ClusterCosts(cluster).allreduce(1.0)
+    late = reduce - Choice(parse("gossipadam:aer"), "awc").predict(cluster, 40, 0).compute_time
+    assert late > 0
+    assert time("awc", averages=8) - time("awc") == pytest.approx(late / 8)
+    assert time("atc", averages=8) - time("atc") == pytest.approx(reduce / 8)  # nothing overlaps
 
 
 def test_the_threshold_is_the_users(run, tmp_path):

@@ -60,6 +60,8 @@ class Choice:
     plan: BucketPlan = BucketPlan()
     refresh: int = REFRESH
     """Steps between the exact averages of a wire that is relative to them (0: none, as in a short benchmark)."""
+    averages: int = 0
+    """Steps between exact averages that the user asks for, on any wire."""
 
     @property
     def ddp(self) -> bool:
@@ -80,7 +82,9 @@ class Choice:
 
     @property
     def average_every(self) -> int:
-        """Steps between exact averages: 0, or with a wire that is relative to them, at least `refresh`."""
+        """Steps between exact averages: as asked for, or with a wire that is relative to them, at least `refresh`."""
+        if self.averages:
+            return self.averages
         if not self.synchronous or self.method.wire not in ANCHORED or not self.refresh:
             return 0
         return self.every * max(self.fragments, -(-self.refresh // self.every))
@@ -142,7 +146,8 @@ class Choice:
         if not self.average_every:
             return result
         # exact averages are rare, so they are charged as all-reduces in fp32 beyond the steps that they overlap
-        late = max(0.0, ClusterCosts(cluster).allreduce(1.0) - self.fragments * result.compute_time)
+        overlap = 0.0 if self.algorithm == "atc" else self.fragments * result.compute_time
+        late = max(0.0, ClusterCosts(cluster).allreduce(1.0) - overlap)
         each = late / self.average_every
         return replace(result, step_time=result.step_time + each, durations=result.durations + each)
 

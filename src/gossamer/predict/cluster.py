@@ -318,7 +318,7 @@ class ClusterSpec(_Part):
 
 
 def load(source: str | Path, model_mb: float | None = None) -> ClusterSpec:
-    """Load a preset by name, or a `.toml` or `.json` file. `model_mb` is for a file that does not describe the model."""
+    """Load a preset by name, or a `.toml` or `.json` file. `model_mb` is for a file without a model."""
     from gossamer.predict.presets import PRESETS
 
     if str(source) in PRESETS:

@@ -62,8 +62,10 @@ class Probed:
         """Predict the step time of one run."""
         settings = {k: int(options.get(k, usual)) for k, usual in (("every", 1), ("staleness", 0), ("fragments", 1))}
         outer, plan = options.get("outer") is not None, BucketPlan(bucket_mb=bucket_mb)
-        refresh = int(options.get("average_every", 0))
-        choice = Choice(method, method.algorithm, gradients, **settings, outer=outer, plan=plan, refresh=refresh)
+        asked = int(options.get("average_every", 0))
+        choice = Choice(
+            method, method.algorithm, gradients, **settings, outer=outer, plan=plan, refresh=0, averages=asked
+        )
         return choice.predict(self.cluster(method), max(20, steps), seed).step_time
 
 
