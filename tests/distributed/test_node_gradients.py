@@ -458,6 +458,54 @@ def unused_head(rank, decentralize):
         gossip._stop(drain=0.0)
 
 
+def test_the_error_of_unused_parameters_names_the_remedy(pools):
+    remedy = "DDP(model, process_group=gossamer.node_group(), find_unused_parameters=True)"
+    assert all(remedy in text for _, text in pools(2, 2).run(error_of, unused_head))
+
+
+def head_of(rank, step):
+    """The workers of a node use different heads in the first two steps, and the same one in the last."""
+    return "left" if step == 2 else ("left", "right")[(rank + step) % 2]
+
+
+def one_head(rank, lr=0.1, steps=3):
+    """Each worker uses one head per step. Returns the parameters at the start and after each step."""
+    with process_group():
+        model = seeded(0, Heads)
+        wrapped = DistributedDataParallel(model, process_group=gossamer.node_group(), find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        seen = [vector(model)]
+        with decentralize(wrapped, optimizer, algorithm="atc", topology="complete") as gossip:
+            assert (gossip.gradients, gossip.replicas) == ("node", 2)
+            for step in range(steps):
+                x, y = batch(rank, step)
+                left, right = wrapped(x)
+                nn.functional.mse_loss(left if head_of(rank, step) == "left" else right, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(vector(model))
+        return torch.stack(seen)
+
+
+def test_ddp_that_looks_for_unused_parameters_averages_them(pools):
+    """On the complete topology all workers take the mean of their gradients; an unused head's is zero."""
+    results = pools(2, 2).run(one_head)
+    model = seeded(0, Heads)
+    expected = [vector(model)]
+    for step in range(3):
+        model.zero_grad()
+        for rank in range(4):
+            x, y = batch(rank, step)
+            (nn.functional.mse_loss(getattr(model, head_of(rank, step))(x), y) / 4).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p -= 0.1 * p.grad
+        expected.append(vector(model))
+    for seen in results:
+        torch.testing.assert_close(seen, torch.stack(expected), rtol=1e-5, atol=1e-6)
+
+
 def second_gradient(rank, decentralize):
     model = seeded(0, Heads)
     gossip = decentralize(model, torch.optim.SGD(model.parameters(), lr=0.1), gradients="node")

@@ -204,6 +204,11 @@ def test_a_mean_that_is_not_finite_is_no_anchor():
 def test_other_buckets_than_those_of_the_state_are_refused():
     saved = Still([2], 1024, topology="ring", wire="int8").cluster.state_dicts()
     other = Still([2], 1024, topology="ring", wire="int8", fragments=4)
+    theirs, ours = (rf"fragments={f} and {f} bucket\(s\) of {1024 // f} elements" for f in (1, 4))
+    with pytest.raises(InputError, match=f"saved with {theirs}, and this run has {ours}; resume with the same"):
+        other.cluster.load_state_dicts(saved)
+    for state in saved:  # as an earlier revision saved it
+        del state["lanes"][0]["buckets"]
     with pytest.raises(
         InputError, match=r"anchors for buckets of \[1024\] elements and this run has buckets of \[256, "
     ):

@@ -172,6 +172,18 @@ def test_a_resumed_run_clips_bit_by_bit_as_the_uninterrupted_one():
         assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
+def test_a_single_tensor_is_clipped_as_a_list_of_one():
+    _, gossips, models, _ = start()
+    weights = [m[0].weight for m in models]
+    for weight in weights:
+        weight.grad = torch.ones(5, 6)
+    norms = [gossips[0].clip_grad_norm_(0.3, weights[0]), gossips[1].clip_grad_norm_(0.3, [weights[1]])]
+    assert [float(n) for n in norms] == pytest.approx([30**0.5] * 2)
+    assert torch.equal(weights[0].grad, weights[1].grad)
+    assert float(weights[0].grad.norm()) == pytest.approx(0.3, rel=1e-3)
+    assert set(gossips[0]._clippers) == set(gossips[1]._clippers)
+
+
 def test_parts_of_the_model_have_estimates_of_their_own():
     _, gossips, models, optimizers = start()
     train(gossips, models, optimizers, range(3))

@@ -167,14 +167,36 @@ def test_the_mean_takes_the_outer_step_of_an_all_reduce(outer):
 
 
 @pytest.mark.parametrize("algorithm", ["awc", "atc"])
+@pytest.mark.parametrize("outer", ["nesterov", "slowmo"])
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.filterwarnings("ignore:bucket_mib")
+def test_four_bits_conserve_the_mean_that_takes_the_outer_step(outer, algorithm, fragments):
+    """The mean is that of full precision on the complete topology, although every worker is rounded."""
+    layout, steps = Layout.flat(8), 24
+    found = []
+    for wire, topology in (("fp32", "complete"), ("fp32", "ring"), ("int4", "ring"), ("int4", "one-peer-exponential")):
+        chosen = policy(algorithm, outer, 0.5, 0.3, 2, 8, fragments=fragments)
+        workers = Workers(layout, build(topology, layout), chosen, steps, wire=wire)
+        workers.gradient = by_worker
+        for _ in range(steps - 1):  # the last exchange was not an exact average
+            workers.step()
+        found.append(workers.stacked())
+        workers.cluster.close()
+    for one in found[1:]:
+        np.testing.assert_allclose(one.mean(axis=0), found[0].mean(axis=0), rtol=1e-12, atol=1e-12)
+    assert np.abs(found[2] - found[1]).max() > 1e-4  # four bits were sent
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int4"])
+@pytest.mark.parametrize("algorithm", ["awc", "atc"])
 @pytest.mark.parametrize("outer", KINDS)
-def test_resume_is_bit_exact_at_any_step(outer, algorithm):
-    every, average_every = (2, 4) if outer == "slowmo" else (3, 0)
+def test_resume_is_bit_exact_at_any_step(outer, algorithm, wire):
+    every, average_every = (2, 4) if outer == "slowmo" else (3, 6 if wire == "int4" else 0)
     layout, steps = Layout.flat(4), 14
     chosen = policy(algorithm, outer, 0.5, 0.4, every, average_every)
 
     def made():
-        return Workers(layout, build("ring", layout), chosen, steps, torch.float32)
+        return Workers(layout, build("ring", layout), chosen, steps, torch.float32, wire=wire)
 
     whole = made()
     for _ in range(steps):

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ class Run:
         ]
         self.cluster = gossamer.VirtualCluster(per_node=per_node)
         self.gossips = self.cluster.decentralize(
-            self.models, self.optimizers, broadcast=broadcast, **policies(bucket_mib=128 / 2**20, **settings)
+            self.models, self.optimizers, broadcast=broadcast, **policies(**{"bucket_mib": 128 / 2**20, **settings})
         )
 
     def train(self, first, last, skipped=()):
@@ -171,6 +172,77 @@ def test_staleness_must_be_the_same(before, after):
     saved = run.save()
     with pytest.raises(InputError, match=rf"saved {'with' if before else 'without'} staleness .* staleness={after};"):
         Run([2], 0, staleness=after).load(saved)
+
+
+def complete_state(run):
+    """All that gossip of `run` holds, lane by lane."""
+    return [[(lane.k, lane.state_dict()) for lane in g.lanes] for g in run.gossips]
+
+
+def equal(a, b):
+    """Equality of nested containers with tensors."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+CUTS = {
+    "fragments": ({"fragments": 1}, {"fragments": 4}),
+    "buckets": ({"bucket_mib": 64 / 2**20}, {"bucket_mib": 1}),
+}
+LANES = {
+    "fp32": {},
+    "atc": {"algorithm": "atc"},
+    "nesterov": {"every": 2, "outer": gossamer.Nesterov(momentum=0.3)},
+    "int4": {"wire": "int4", "average_every": 8},
+    "int4, nesterov": {"wire": "int4", "average_every": 8, "every": 2, "outer": gossamer.Nesterov(momentum=0.3)},
+}
+ASYNCHRONOUS = {"ad-psgd": {"algorithm": "ad-psgd"}}  # has no fragments
+
+
+@pytest.mark.parametrize(("case", "cut"), [*itertools.product(LANES, CUTS), ("ad-psgd", "buckets")])
+def test_another_cut_of_the_parameters_is_refused_and_changes_nothing(case, cut):
+    settings, (before, after) = {**LANES, **ASYNCHRONOUS}[case], CUTS[cut]
+    stopped = Run([2, 2], 0, **{**settings, **before})
+    other = Run([2, 2], 1, **{**settings, **after})
+    stopped.train(0, 3)
+    other.train(0, 3)
+    states, values, held = stopped.cluster.state_dicts(), other.values(), complete_state(other)
+    assert stopped.cluster.accepts(states[0])
+    assert not other.cluster.accepts(states[0])
+    lanes = [run.gossips[0].lanes[0] for run in (stopped, other)]
+    theirs, ours = (f"fragments={x.schedule.fragments} and {len(x.buckets)} bucket" for x in lanes)
+    remedy = r"resume with the same fragments and Exchange\(bucket_mib=\), or load only the model"
+    with pytest.raises(InputError, match=rf"saved with {theirs}.* this run has {ours}.* elements; {remedy}"):
+        other.cluster.load_state_dicts(states)
+    assert equal(complete_state(other), held)
+    assert all(map(torch.equal, other.values(), values))
+    plain = Run([2, 2], 1, **{**settings, **after})
+    plain.train(0, 6)
+    other.train(3, 6)
+    assert all(map(torch.equal, other.values(), plain.values()))
+
+
+def test_a_checkpoint_with_another_cut_restarts_gossip_from_the_saved_parameters(tmp_path):
+    stopped, other, same = Run([2, 2], 0), Run([2, 2], 1, fragments=4), Run([2, 2], 1)
+    stopped.train(0, 3)
+    saved = stopped.values()
+    checkpoints = gossamer.Checkpoints(tmp_path)
+    checkpoints.save(stopped.cluster, stopped.models, stopped.optimizers)
+    checkpoints.wait()
+    for run, resized in ((same, False), (other, True)):
+        loaded = gossamer.Checkpoints(tmp_path).load(run.cluster, run.models, run.optimizers)
+        assert (loaded.step, loaded.resized) == (3, resized)
+        assert all(map(torch.equal, run.values(), saved))
+        assert {lane.metrics.steps for g in run.gossips for lane in g.lanes} == {3}
+        assert all(not lane.jobs for lane in run.gossips[0].lanes) == resized
+        run.train(3, 9)
+    stopped.train(3, 9)
+    assert all(map(torch.equal, same.values(), stopped.values()))
 
 
 def test_reset_forgets_the_exchange_in_flight():

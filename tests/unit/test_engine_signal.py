@@ -62,6 +62,91 @@ def test_the_first_measurement_is_the_ratio_of_the_averaged_square_to_the_own():
             assert optimizer._shares[model[at]] == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.parametrize("policy", [gossamer.AWC, gossamer.ATC])
+@pytest.mark.parametrize(("every", "steps_apart"), [(1, 8), (2, 8), (3, 6), (4, 8), (5, 5), (8, 8), (20, 20)])
+def test_local_steps_do_not_make_measurements_late_or_rare(every, steps_apart, policy):
+    job = Job(algorithm=policy(every=every))
+    meter = job.gossips[0].lanes[0].meter
+    launched, known, t = [], None, 0
+    meter.average.launch, launch = lambda k, vector: launched.append(t) or launch(k, vector), meter.average.launch
+    for t in range(1, 4 * steps_apart + 1):
+        job.step(noisy(job, t, 1.0, 1.0))
+        if known is None and None not in job.optimizers[0]._shares.values():
+            known = t
+    assert known == (2 * every if every > 1 else 5)
+    assert launched == list(range(every, 4 * steps_apart + 1, steps_apart))
+
+
+@pytest.mark.parametrize("every", [4, 8])
+def test_a_resumed_run_with_local_steps_continues_the_measurement_bit_by_bit(every):
+    whole = Job(algorithm=gossamer.AWC(every=every))
+    for t in range(40):
+        whole.step(noisy(whole, t, 1.0, 1.0))
+        if t == 20:  # a measurement is on its way
+            assert whole.gossips[0].lanes[0].meter.average._job is not None
+            models, optimizers = [m.state_dict() for m in whole.models], [o.state_dict() for o in whole.optimizers]
+            saved = copy.deepcopy((models, optimizers, whole.cluster.state_dicts()))
+    resumed = Job(algorithm=gossamer.AWC(every=every))
+    for model, optimizer, *states in zip(resumed.models, resumed.optimizers, saved[0], saved[1], strict=True):
+        model.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+    resumed.cluster.load_state_dicts(saved[2])
+    for t in range(21, 40):
+        resumed.step(noisy(resumed, t, 1.0, 1.0))
+    for mine, theirs in zip(resumed.models, whole.models, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("algorithm", ["awc", "atc", "ad-psgd"])
+def test_a_head_that_stays_local_steps_as_torchs_adam(algorithm):
+    job = Job(algorithm=algorithm, parameters=lambda name, p: name != "1")
+    heads = [nn.Parameter(m[1].detach().clone()) for m in job.models]
+    adams = [torch.optim.Adam([head], lr=LR) for head in heads]
+    for t in range(20):
+        gradients = noisy(job, t, 1.0, 1.0)
+        job.step(gradients)
+        for worker, (head, adam) in enumerate(zip(heads, adams, strict=True)):
+            head.grad = gradients(worker)[1]
+            adam.step()
+    assert job.optimizers[0].replicas == 4
+    for model, head in zip(job.models, heads, strict=True):
+        assert torch.equal(model[1], head)
+    assert not torch.equal(job.models[0][1], job.models[1][1])
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("algorithm", ["awc", "ad-psgd"])
+def test_after_close_the_optimizer_is_torchs_adam(algorithm, average):
+    job = Job(algorithm=algorithm, parameters=lambda name, p: name != "1")
+    for t in range(20):
+        job.step(noisy(job, t, 1.0, 1.0))
+    job.cluster.close(average=average)
+    for worker, (model, optimizer) in enumerate(zip(job.models, job.optimizers, strict=True)):
+        assert optimizer.replicas == 1
+        assert not optimizer._shares
+        assert not optimizer._local
+        twins = [nn.Parameter(p.detach().clone()) for p in model]
+        adam = torch.optim.Adam(twins)
+        adam.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for t in range(20, 23):
+            for p, q, g in zip(model, twins, noisy(job, t, 1.0, 1.0)(worker), strict=True):
+                p.grad, q.grad = g.clone(), g.clone()
+            optimizer.step()
+            adam.step()
+        assert all(torch.equal(p, q) for p, q in zip(model, twins, strict=True))
+
+
+def test_after_close_groups_keep_the_replicas_that_they_fix():
+    def make(parameters, lr):
+        first, second = parameters
+        return gossamer.GossipAdam([{"params": [first]}, {"params": [second], "replicas": 3}], lr=lr)
+
+    job = Job(make=make)
+    job.step(noisy(job, 0, 1.0, 1.0))
+    job.cluster.close()
+    assert [job.optimizers[0].kappa(g) for g in job.optimizers[0].param_groups] == [1, 3]
+
+
 @pytest.mark.parametrize("algorithm", ["awc", "atc", gossamer.AWC(staleness=1), gossamer.AWC(every=2)])
 def test_a_signal_that_changes_its_direction_in_every_step_is_told_from_noise(algorithm):
     # The common part of these gradients is new in every step, so no worker can see it by itself.

@@ -57,17 +57,21 @@ class Anchors:
         with self._lock:
             return {"values": [v.clone() for v in self._values], "ids": list(self._ids), "wanted": self.wanted}
 
+    def check_state(self, state: dict[str, Any] | None) -> None:
+        """Refuse anchors of other buckets."""
+        ours, theirs = [v.numel() for v in self._values], [v.numel() for v in state["values"]] if state else None
+        if theirs is not None and ours != theirs:
+            raise InputError(
+                f"the state has anchors for buckets of {theirs} elements and this run has buckets of {ours}; resume "
+                "with the same exchange= and fragments, or load only the model and the optimizer"
+            )
+
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue with saved anchors. None, from a run without anchors: the next round is an exact average."""
         if state is None:
             self.wanted = True
             return
-        ours, theirs = [v.numel() for v in self._values], [v.numel() for v in state["values"]]
-        if ours != theirs:
-            raise InputError(
-                f"the state has anchors for buckets of {theirs} elements and this run has buckets of {ours}; resume "
-                "with the same exchange= and fragments, or load only the model and the optimizer"
-            )
+        self.check_state(state)
         with self._lock:
             for mine, saved in zip(self._values, state["values"], strict=True):
                 mine.copy_(saved)

@@ -29,7 +29,7 @@ from gossamer.engine.node_gradients import NodeGradients
 from gossamer.engine.outer import problem
 from gossamer.engine.policies import Exchange, Filter, Settings, Synchronous
 from gossamer.engine.prepared import Prepared
-from gossamer.engine.protocol import ScalesWithReplicas
+from gossamer.engine.protocol import KnowsLocalParameters, ScalesWithReplicas
 from gossamer.engine.synchronous import SyncLane
 from gossamer.engine.unwrap import unwrapped
 from gossamer.errors import GossamerWarning, InputError
@@ -285,12 +285,16 @@ def open_lanes(
     coordinator: Coordinator,
     writer: TraceWriter | None,
 ) -> list[L]:
-    """Open one lane per optimizer, attach its hooks, and tell the optimizer how many replicas there are."""
+    """Open one lane per optimizer, attach its hooks, and tell the optimizer what is replicated how often."""
     p = prepared
     lanes: list[L] = []
     for index, optimizer in enumerate(p.optimizers):
         if isinstance(optimizer, ScalesWithReplicas):
             optimizer.set_replicas(p.schedule.topology.n)
+        if isinstance(optimizer, KnowsLocalParameters):
+            mixed = {place.parameter for flat in p.flats[index] for place in flat.places}
+            held = (q for group in optimizer.param_groups for q in group["params"])
+            optimizer.set_local_parameters([q for q in held if q not in mixed])
         parts = LaneParts(
             index=index,
             rank=p.rank,

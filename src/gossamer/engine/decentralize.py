@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import warnings
 from collections import Counter
@@ -38,6 +39,7 @@ from gossamer.comm import (
     rank_and_size,
     share_texts,
     subgroup_of,
+    wire_named,
     worker_group,
 )
 from gossamer.engine.auto_topology import asks, choose_topology, refuse_elastic
@@ -63,6 +65,7 @@ from gossamer.engine.policies import (
     Guards,
     Seconds,
     Settings,
+    Synchronous,
     WireName,
 )
 from gossamer.engine.prepared import Prepared
@@ -246,6 +249,7 @@ def _static(worker: _Worker, process_group: ProcessGroup | DeviceMesh | None, br
         assert prepared is not None
         prepared.common = broadcast
         _warn_if_single(prepared, worker.model, workers)
+        _warn_if_anchor_stays(prepared)
         if broadcast and workers.size > 1:
             _broadcast(prepared, transport)
         policy = prepared.settings.algorithm
@@ -313,6 +317,25 @@ def _warn_if_single(prepared: Prepared, model: nn.Module, workers: WorkerGroup) 
     )
 
 
+def _warn_if_anchor_stays(prepared: Prepared) -> None:
+    """Warn, on worker 0, if nothing makes exact averages, which a quantized wire needs as anchors."""
+    settings, policy = prepared.settings, prepared.settings.algorithm
+    if prepared.rank != 0 or prepared.schedule.topology.n == 1 or not wire_named(settings.wire).anchored:
+        return
+    guard = settings.consensus_guard
+    guarded = guard is not None and math.isfinite(guard.max_ratio)
+    if not isinstance(policy, Synchronous) or policy.average_every or guarded:
+        return
+    turn = policy.every * policy.fragments
+    warnings.warn(
+        f"wire={settings.wire!r} sends parameters relative to the last exact average, and these settings make none: "
+        "they are relative to the start of training, and are rounded more coarsely the further training moves away "
+        f"from it; pass average_every, for example {type(policy).__name__}(average_every={turn * -(-64 // turn)})",
+        GossamerWarning,
+        stacklevel=4,
+    )
+
+
 def _elastic(worker: _Worker, broadcast: bool) -> ElasticGossip:
     """Found an elastic job together with the other workers, or join it while they train."""
     if inside_ray_train():
@@ -341,6 +364,7 @@ def _elastic(worker: _Worker, broadcast: bool) -> ElasticGossip:
         arrival, prepared, worker.topology, broadcast=broadcast, accelerator=worker.accelerator
     )
     try:
+        _warn_if_anchor_stays(prepared)
         kind: type[MemberLane] = ElasticAsyncLane if prepared.settings.asynchronous else ElasticLane
         opened = open_lanes(prepared, kind, coordinator.transport, coordinator, worker.writer)
         return ElasticGossip(prepared, opened, coordinator, worker.writer)

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gossamer.comm import ChannelId, Job, Purpose, Transport
 from gossamer.engine.averages import Control, distance, hold_mean, keep_mean
@@ -23,7 +24,13 @@ from gossamer.engine.module_hooks import watch_forward, watch_loads
 from gossamer.engine.node_gradients import NodeGradients
 from gossamer.engine.policies import ATC
 from gossamer.engine.prepared import Prepared
-from gossamer.engine.protocol import MixedParameters, Participation
+from gossamer.engine.protocol import (
+    KnowsLocalParameters,
+    MixedParameters,
+    Participation,
+    ScalesWithReplicas,
+    UsesSignal,
+)
 from gossamer.engine.totals import numbers, summed
 from gossamer.errors import GossamerError, GossamerWarning, InputError
 from gossamer.trace import TraceWriter
@@ -125,7 +132,7 @@ class Gossip:
             "workers": self.control.layout.n,
             "replicas": self.replicas,
             "topology": self.lanes[0].schedule.topology.name,
-            "lanes": [lane.state_dict() for lane in self.lanes],
+            "lanes": [{**lane.state_dict(), **_cut(lane)} for lane in self.lanes],
             "clipping": {part: clipper.state_dict() for part, clipper in self._clippers.items()},
         }
 
@@ -192,12 +199,13 @@ class Gossip:
         self.load_state_dict(state)
 
     def accepts(self, state: dict[str, Any]) -> bool:
-        """Whether `load_state_dict` can continue from `state`: same algorithm, workers, topology and optimizers."""
+        """Whether `load_state_dict` can continue from `state`: same algorithm, workers, topology, optimizers, cut."""
         if state.get("version") != VERSION:
             return False
         ours = self._identity()
         theirs = (state["workers"], state["replicas"], state["topology"])
-        return ours == (*theirs, [lane.get("algorithm") for lane in state["lanes"]])
+        same = ours == (*theirs, [lane.get("algorithm") for lane in state["lanes"]])
+        return same and self._other_cut(state) is None
 
     def restart(self, steps: int) -> None:
         """Continue from the parameters as they are now, with `steps` steps counted. Collective."""
@@ -284,7 +292,7 @@ class Gossip:
     def clip_grad_norm_(
         self,
         max_norm: float,
-        parameters: Iterable[Tensor] | None = None,
+        parameters: Tensor | Iterable[Tensor] | None = None,
         *,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
@@ -295,12 +303,14 @@ class Gossip:
         `torch.nn.utils.clip_grad_norm_` with the threshold of all-reduce would clip nearly every step. This call
         estimates the norm of the averaged gradient, from this worker's own gradients or from the share of the signal
         that was measured for GossipAdam, and clips where that exceeds `max_norm`. Call it once per step where you call
-        torch's: before `optimizer.step()`, and after `GradScaler.unscale_()`. `parameters` clips a part of the model by
-        its own norm; default: all parameters. DTensor parameters are clipped at √replicas times `max_norm`, which lets
-        spikes pass.
+        torch's: before `optimizer.step()`, and after `GradScaler.unscale_()`. `parameters`, one or several, clips a
+        part of the model by its own norm; default: all parameters. DTensor parameters are clipped at √replicas times
+        `max_norm`, which lets spikes pass.
         """
         every = list(self.model.parameters())
-        chosen: list[Tensor] = [*every] if parameters is None else list(parameters)
+        chosen: list[Tensor] = [*every]
+        if parameters is not None:
+            chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not chosen:
             raise InputError("clip_grad_norm_() was given no parameters to clip; leave `parameters` out to clip all")
         places = {id(p): i for i, p in enumerate(every)}
@@ -462,6 +472,22 @@ class Gossip:
                 f"because gradients={self.gradients!r} here; resume with the same gradients=, or load only the model "
                 "and the optimizer"
             )
+        other = self._other_cut(state)
+        if other is not None:
+            raise InputError(
+                f"the state was saved with {_written(other[0])}, and this run has {_written(other[1])}; resume with "
+                "the same fragments and Exchange(bucket_mib=), or load only the model and the optimizer"
+            )
+
+    def _other_cut(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """The cut of the first lane that `state` has cut otherwise, and that of this run; None if all are the same.
+
+        A state that an earlier revision saved does not say its cut.
+        """
+        for lane, saved in zip(self.lanes, state["lanes"], strict=True):
+            if "buckets" in saved and any(saved[name] != value for name, value in _cut(lane).items()):
+                return saved, _cut(lane)
+        return None
 
     def _load(self, state: dict[str, Any]) -> None:
         for lane, saved in zip(self.lanes, state["lanes"], strict=True):
@@ -486,7 +512,30 @@ class Gossip:
             for lane in self.lanes:
                 for flat in lane.flats:
                     ends.callback(flat.release)
+                ends.callback(_leave_alone, lane.optimizer)
                 ends.callback(lane.close, drain)
+
+
+def _cut(lane: Lane) -> dict[str, Any]:
+    """How the parameters of a lane are cut: the state of its buckets fits no other cut."""
+    return {"fragments": lane.schedule.fragments, "buckets": [b.x.numel() for b in lane.buckets]}
+
+
+def _written(cut: dict[str, Any]) -> str:
+    sizes = cut["buckets"]
+    smallest, largest = min(sizes, default=0), max(sizes, default=0)
+    elements = f"{smallest} to {largest}" if smallest < largest else f"{largest}"
+    return f"fragments={cut['fragments']} and {len(sizes)} bucket(s) of {elements} elements"
+
+
+def _leave_alone(optimizer: Optimizer) -> None:
+    """Tell an optimizer that gossip has ended, and that it trains by itself from now on."""
+    if isinstance(optimizer, ScalesWithReplicas):
+        optimizer.set_replicas(1)
+    if isinstance(optimizer, UsesSignal):
+        optimizer.set_signal_shares({})
+    if isinstance(optimizer, KnowsLocalParameters):
+        optimizer.set_local_parameters(())
 
 
 _handles: weakref.WeakSet[Gossip] = weakref.WeakSet()

@@ -64,6 +64,11 @@ class Metrics:
             sent = sum(job.sent.values())
             self.span("exchange", job.started, job.finished, round=job.round, bucket=job.bucket, bytes=sent)
 
+    def beside(self, job: Job) -> None:
+        """Count, once, the bytes of a side average. It is no exchange of a bucket, and has no span."""
+        self.sent.update(job.sent)
+        job.sent = {}
+
     def span(self, category: str, start: float, end: float, **attrs: Any) -> None:
         if self.writer is not None:
             self.writer.record(category, start - self._zero, end - self._zero, **attrs)

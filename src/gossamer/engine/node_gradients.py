@@ -144,8 +144,9 @@ class PrivateDDP(NodeGradients):
             raise GossamerError(
                 f"{_listed(self._missing)} got no gradient in the backward pass, and gradients='node', which 'auto' "
                 "chooses on several nodes, averages a backward pass when every parameter has one (as DDP does without "
-                "find_unused_parameters); freeze parameters that are not used before decentralize(), or use "
-                "gradients='worker'"
+                "find_unused_parameters); before decentralize(), freeze parameters that are never used. If it is not "
+                "always the same ones, pass DDP(model, process_group=gossamer.node_group(), find_unused_parameters="
+                "True) to decentralize() and call that, or use gradients='worker'"
             )
 
     def close(self) -> None:

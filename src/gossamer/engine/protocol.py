@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -16,6 +16,14 @@ class ScalesWithReplicas(Protocol):
 
     def set_replicas(self, replicas: float) -> None:
         """Set the number of replicas; called at the start and whenever the number changes."""
+
+
+@runtime_checkable
+class KnowsLocalParameters(Protocol):
+    """An optimizer whose update is another one where a parameter is not mixed, such as `GossipAdam`."""
+
+    def set_local_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """Set the parameters that stay local: each replica trains its own, by its own gradients."""
 
 
 @runtime_checkable

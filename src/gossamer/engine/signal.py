@@ -1,9 +1,10 @@
 """How much of the workers' gradients is signal that all of them share, measured between the workers.
 
 The squared gradient of a replica is signal plus noise, S + N; the mean of R replicas' gradients has S + N/R. Every
-`EVERY` rounds each worker takes the same coordinates of its gradient, some of every parameter, and their squares. The
-average of these small vectors over all workers gives S + N/R (the square of the mean) and S + N (the mean of the
-squares), and so each parameter's share of the signal, S / (S + N). An optimizer such as GossipAdam computes with it.
+`EVERY` steps, or every round if rounds are rarer, each worker takes the same coordinates of its gradient, some of every
+parameter, and their squares. The average of these small vectors over all workers gives S + N/R (the square of the mean)
+and S + N (the mean of the squares), and so each parameter's share of the signal, S / (S + N). An optimizer such as
+GossipAdam computes with it.
 
 Note [Why the signal is measured between workers]
     A worker could compare its gradients of different steps: noise is new in every step, and signal stays. But at the
@@ -21,13 +22,14 @@ import torch
 from torch import Tensor
 
 from gossamer.comm import Job, Purpose
+from gossamer.engine.policies import Synchronous
 from gossamer.engine.protocol import UsesSignal
 from gossamer.engine.side_average import SideAverage
 
 if TYPE_CHECKING:
     from gossamer.engine.lane import LaneParts
 
-EVERY = 8  # rounds between measurements
+EVERY = 8  # steps between measurements at most, unless rounds are rarer
 SAMPLES = 256  # coordinates of one parameter at most
 MEMORY = 0.85  # of the running means, per measurement
 POOLED = 16.0  # the ratio of all parameters weighs as much as this many coordinates: some parameters have only a few
@@ -68,7 +70,11 @@ class SignalMeter:
         sizes = parts.layout.per_node if nodes is not None else [1] * parts.layout.n
         replicas = sum(sizes) ** 2 / sum(size**2 for size in sizes)  # of unequal size: as many equal ones
         slot, slots = parts.shard
-        average = SideAverage.of(parts, Purpose.SIGNAL, EVERY, wait)
+        policy = parts.settings.algorithm
+        apart = policy.every if isinstance(policy, Synchronous) else 1  # steps between rounds
+        average = SideAverage.of(parts, Purpose.SIGNAL, max(1, EVERY // apart), wait)
+        if apart > 1:
+            average.delay = 1  # a round is several steps, which is long enough
         return cls(parameters, parts.optimizer, average, replicas, slot=slot, slots=slots)
 
     @torch.no_grad()
@@ -88,11 +94,11 @@ class SignalMeter:
     @torch.no_grad()
     def at_launch(self, k: int) -> None:
         """Call this on every worker before round k is launched."""
+        found = self.average.read(k)  # first: there is one vector in flight at a time
         if self.average.due(k):
             vector = torch.zeros(self.slots, len(self._of) + len(self.parameters))
             vector[self.slot] = torch.cat([self._sample, self._sums(self._sample.square())])
             self.average.launch(k, vector.flatten())
-        found = self.average.read(k)
         if found is not None:
             # The average is over all workers, but each slot is filled by one worker per node.
             mean = found[1].view(self.slots, -1) * self.slots

@@ -43,15 +43,15 @@ class SyncLane(Lane):
         self.skips = 0  # steps taken without mixing since the round in flight was launched
         # With staleness the parameters move while an exchange of their older values is in flight.
         stale = self.staleness and not self.alone
-        self.sketcher = None if self.alone else Sketcher.of(parts, self.wait)
+        self.sketcher = None if self.alone else Sketcher.of(parts, self._wait_beside)
         # An average of all members would wait for the dead ones of an elastic job.
         static = not self.alone and parts.settings.elastic is None
-        self.meter = SignalMeter.of(parts, self.wait) if static else None
+        self.meter = SignalMeter.of(parts, self._wait_beside) if static else None
         self._outer_step = None if policy.outer is None else OuterStep(policy.outer, self.buckets)
         anchored = self.wire.anchored and not self.alone
         self._anchors = Anchors(self.buckets, parts.common) if anchored else None
         self._spans_steps = self._outer_step is not None and not self.combines
-        self._sent = [torch.empty_like(b.x) for b in self.buckets] if stale or self._spans_steps else None
+        self._sent = [torch.zeros_like(b.x) for b in self.buckets] if stale or self._spans_steps else None
 
     @torch.no_grad()
     def mix(self) -> None:
@@ -138,6 +138,11 @@ class SyncLane(Lane):
         """Wait until the round in flight has arrived, without applying it."""
         for job in self.jobs or ():
             self.wait(job, assisting=assisting)
+
+    def _wait_beside(self, job: Job) -> None:
+        """Wait for a side average, and count what it sent."""
+        self.wait(job)
+        self.metrics.beside(job)
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -249,6 +254,8 @@ class SyncLane(Lane):
                 "the optimizer"
             )
         check_state(self._outer_step, state, combines=self.combines)
+        if self._anchors is not None:
+            self._anchors.check_state(state.get("anchors"))
         if "arrived" in state and not self.alone and state["stale"] != (self._sent is not None):
             raise InputError(
                 f"the state was saved {'with' if state['stale'] else 'without'} staleness and this run has "

@@ -19,7 +19,8 @@ from gossamer.predict.cluster import (
 )
 from gossamer.predict.methods import Method, parse
 from gossamer.predict.predict import default_policy, predict, predicted_trace
-from gossamer.recipes.config import RunConfig
+from gossamer.predict.simulator import ExchangePolicy
+from gossamer.recipes.config import RunConfig, make_config
 from gossamer.recipes.run import write_config
 from gossamer.report.runs import Group
 from gossamer.topology import Layout
@@ -49,18 +50,7 @@ def simulated(method: Method, config: RunConfig, cluster: ClusterSpec) -> tuple[
     setting = _repeated(cluster, config.micro_batches)
     inside = config.exact_inside and method.algorithm != "ddp"
     where = setting.resized(Layout.of([1] * len(config.per_node))) if inside else setting
-    policy = default_policy(where, method, config.fragments)
-    if method.algorithm == "awc":
-        policy = replace(
-            policy,
-            every=config.every,
-            staleness=config.staleness,
-            combine=config.combine,
-            average_every=config.average_every // config.every,
-            outer=config.outer is not None,
-        )
-    if method.algorithm == "local":
-        policy = replace(policy, every=config.every)
+    policy = _policy(method, config, where)
     result = predict(method, setting, steps=200, policy=policy, trace_steps=TRACED, exact_inside=inside)
     clock = {
         "kind": "simulated",
@@ -71,6 +61,21 @@ def simulated(method: Method, config: RunConfig, cluster: ClusterSpec) -> tuple[
         "waiting": result.waiting,
     }
     return clock, predicted_trace(method, where, result)
+
+
+def _policy(method: Method, config: RunConfig, cluster: ClusterSpec) -> ExchangePolicy:
+    """Return how a run with this configuration exchanges on the cluster."""
+    policy = default_policy(cluster, method, config.fragments)
+    if method.algorithm == "awc":
+        return replace(
+            policy,
+            every=config.every,
+            staleness=config.staleness,
+            combine=config.combine,
+            average_every=config.average_every // config.every,
+            outer=config.outer is not None,
+        )
+    return replace(policy, every=config.every) if method.algorithm == "local" else policy
 
 
 def _repeated(cluster: ClusterSpec, batches: int) -> ClusterSpec:
@@ -99,19 +104,20 @@ def predict_measured(groups: list[Group]) -> None:
         return
     for g in groups:
         content = g.runs[0].content
-        config = content["config"]
-        if config["exact_inside"]:
+        config = make_config(content["config"], str(g.runs[0].folder / "config.json"))
+        if config.exact_inside:
             continue  # the model describes gossip between workers, and all-reduce
-        layout = Layout.of(config["per_node"])
+        layout = Layout.of(config.per_node)
         cluster = ClusterSpec(
             nodes=layout.nodes,
             per_node=layout.per_node,
             links=ClusterLinks(inter=LinkSpec(bandwidth_gbps=rate / 1e9), intra=LinkSpec(bandwidth_gbps=10)),
             compute=ComputeSpec(seconds=min(computes)),
             model=ModelSpec(mb=content["parameters"] * 4 / 1e6),
-            ddp=DdpSpec(bucket_mb=config["ddp_bucket_mb"] or 25.0),
+            ddp=DdpSpec(bucket_mb=config.ddp_bucket_mb or 25.0),
         )
-        predicted = predict(content["method"], cluster, steps=100).step_time
+        method = parse(content["method"])
+        predicted = predict(method, cluster, steps=100, policy=_policy(method, config, cluster)).step_time
         for run in g.runs:
             run.content["predicted_step_seconds"] = predicted
             write_config(run.folder, run.content)

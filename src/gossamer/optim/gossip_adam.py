@@ -1,7 +1,7 @@
 """GossipAdam and GossipAdamW: Adam whose second moment is that of all replicas together."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,7 @@ from gossamer.optim._native import fits
 from gossamer.optim._update import Corrected, gossip_adam
 
 _MEMORY = 0.1  # the share of its memory that q must hold before it corrects anything
+_ULPS = 3  # units in the last place that two roundings cost at most
 _MOSTLY_NOISE = 0.5  # the share of noise in q above which it does not tell the signal
 
 
@@ -49,7 +50,8 @@ class GossipAdam(AdamBase):
     otherwise see Note [When the native kernels run]. amsgrad is refused.
 
     State of a parameter: `exp_avg`, `exp_avg_sq` and `step` as in torch's Adam, so checkpoints load in both
-    directions; where nothing is measured also `signal_sq` (q), and `signal_since` (the value of `step` when q began).
+    directions, see Note [With which β2 v is normalized]; where nothing is measured also `signal_sq` (q), and
+    `signal_since` (the value of `step` when q began).
     After a checkpoint of Adam was loaded, or κ was 1, q starts anew: the steps are Adam's until q holds a tenth of its
     memory, and then the correction grows with it (σ² times (1 − β2^t') / (1 − β2^t), t' being q's own count of steps).
     """
@@ -67,7 +69,15 @@ class GossipAdam(AdamBase):
     #     comes, grows anew with every one, and so makes the step too small. The same number of gradients would need κ
     #     times the memory; √κ follows training faster. benchmarks/quality_causes.py compares it with Adam's memory.
 
+    # Note [With which β2 v is normalized]
+    #     V = v / (1 − β^t) needs the β that v was built with, and that changes: where the signal is measured it depends
+    #     on κ, elsewhere it is the group's own β2. `_built_with` remembers it, and v is multiplied by
+    #     (1 − new^t) / (1 − old^t) in the first step with another β, so that V is continuous. `state_dict()` holds v as
+    #     torch's Adam has it, normalized with the group's β2, and beside the states what gives back the live v without
+    #     a rounding: β and, for each number, by how many units in the last place the product divided again differs.
+
     _shares: Mapping[Tensor, float | None] = MappingProxyType({})  # of the signal, where it is measured
+    _local: frozenset[Tensor] = frozenset()  # parameters that are not mixed
 
     def __init__(
         self,
@@ -95,6 +105,7 @@ class GossipAdam(AdamBase):
             "maximize": maximize,
         }
         self._replicas = 1.0
+        self._built_with: dict[Tensor, float] = {}  # β of a parameter's v, where it is not the group's β2
         super().__init__(params, defaults)
 
     @property
@@ -111,6 +122,14 @@ class GossipAdam(AdamBase):
         _check_replicas(replicas)
         self._replicas = float(replicas)
 
+    def set_local_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """Set the parameters that are not mixed, which have 1 replica; `decentralize` calls this.
+
+        Groups with a `replicas` of their own keep it. Like the number of replicas, this is not a part of
+        `state_dict()`.
+        """
+        self._local = frozenset(parameters)
+
     def set_signal_shares(self, shares: Mapping[Tensor, float | None]) -> None:
         """Set, by parameter, the share of the squared gradient that is signal; `decentralize` calls this.
 
@@ -122,9 +141,14 @@ class GossipAdam(AdamBase):
                 raise InputError(f"a share of the signal is {share!r}, but it is a part of the whole: pass 0 to 1.")
         self._shares = dict(shares)
 
-    def kappa(self, group: Group) -> float:
-        """κ of a parameter group: the number of gradients whose mean the group's second moment describes."""
-        replicas = self._replicas if group["replicas"] is None else group["replicas"]
+    def kappa(self, group: Group, parameter: Tensor | None = None) -> float:
+        """κ of a parameter group: the number of gradients whose mean the group's second moment describes.
+
+        `parameter` is one of the group's, which has another κ if it is not mixed.
+        """
+        replicas = group["replicas"]
+        if replicas is None:
+            replicas = 1.0 if parameter in self._local else self._replicas
         return float(replicas * group["discount"])
 
     def noise_to_signal(self) -> float | None:
@@ -138,12 +162,11 @@ class GossipAdam(AdamBase):
         total = noise = 0.0
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            longer = _longer(group["betas"], self.kappa(group))[1]
             for param in group["params"]:
                 state = self.state.get(param, {})
                 share = self._shares.get(param)
                 if share is not None and "exp_avg_sq" in state:
-                    mean_sq = _total(state["exp_avg_sq"]) / (1 - longer ** int(state["step"]))
+                    mean_sq = _total(state["exp_avg_sq"]) / (1 - self._beta2(param, group) ** int(state["step"]))
                     total += mean_sq
                     noise += (1 - share) * mean_sq
                     continue
@@ -162,18 +185,50 @@ class GossipAdam(AdamBase):
         noise = min(max(noise, 0.0), total)
         return math.inf if noise == total else noise / (total - noise)
 
+    def state_dict(self) -> State:
+        """The state as torch's Adam would have it, and what a bit-exact continuation needs; changes nothing.
+
+        Where the signal is measured, `exp_avg_sq` is a copy, and `normalized` beside `state` says how to undo it: see
+        Note [With which β2 v is normalized].
+        """
+        saved = super().state_dict()
+        states, normalized = dict(saved["state"]), {}
+        for group, packed in zip(self.param_groups, saved["param_groups"], strict=True):
+            for param, index in zip(group["params"], packed["params"], strict=True):
+                if param not in self._built_with or "exp_avg_sq" not in states.get(index, {}):
+                    continue
+                beta2, v, step = self._built_with[param], states[index]["exp_avg_sq"], int(states[index]["step"])
+                factor = _factor(beta2, group["betas"][1], step)
+                if factor != 1:
+                    scaled = v * factor
+                    ulps = (_bits(v) - _bits(scaled / factor)).clamp(-_ULPS, _ULPS).to(torch.int8)
+                    states[index] = {**states[index], "exp_avg_sq": scaled}
+                    normalized[index] = {"beta2": beta2, "step": step, "factor": factor, "ulps": ulps}
+        saved["state"] = states
+        return {**saved, "normalized": normalized} if normalized else saved
+
     def load_state_dict(self, state_dict: State) -> None:
         """Load a checkpoint of GossipAdam, or one of torch's Adam or AdamW.
 
         The numbers of replicas stay as they are: they describe the present job.
         """
         own = [group["replicas"] for group in self.param_groups]
-        super().load_state_dict(state_dict)
+        states, built_with = dict(state_dict["state"]), {}
+        for index, done in state_dict.get("normalized", {}).items():
+            v = states.get(index, {}).get("exp_avg_sq")
+            if v is not None and int(states[index]["step"]) == done["step"]:
+                states[index] = {**states[index], "exp_avg_sq": _divided(v, done["factor"], done["ulps"])}
+                built_with[index] = done["beta2"]
+        super().load_state_dict({**state_dict, "state": states})
         for group, replicas in zip(self.param_groups, own, strict=True):
             group["replicas"] = replicas
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        self._built_with = {p: built_with[i] for i, p in zip(indices, params, strict=True) if i in built_with}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_replicas": self._replicas}
+        own = {"_replicas": self._replicas, "_built_with": self._built_with, "_local": self._local}
+        return {**super().__getstate__(), **own}
 
     def _check(self, group: Group) -> None:
         super()._check(group)
@@ -191,13 +246,21 @@ class GossipAdam(AdamBase):
 
     def _step_group(self, group: Group) -> None:
         members: Members = [(p, self._moments(p, group)) for p in group["params"] if p.grad is not None]
-        kappa = self.kappa(group)
+        local = [(p, s) for p, s in members if p in self._local]
+        mixed = [(p, s) for p, s in members if p not in self._local] if local else members
+        for part in (mixed, local):
+            if part:
+                self._step_members(part, group, self.kappa(group, part[0][0]))
+
+    def _step_members(self, members: Members, group: Group, kappa: float) -> None:
         measured = [(p, s) for p, s in members if p in self._shares] if kappa > 1 else []
         others = [(p, s) for p, s in members if p not in self._shares] if measured else members
         plain = others if kappa == 1 or group["betas"][0] == 0 else []
         for _, state in measured + plain:  # a q that misses steps would be wrong when it is used again
             state.pop("signal_sq", None)
             state.pop("signal_since", None)
+        self._normalize(measured, group, _longer(group["betas"], kappa)[1])
+        self._normalize(others, group, None)
         self._measured_step(measured, group, kappa)
         if plain:
             self._adam_step(plain, group)
@@ -215,6 +278,24 @@ class GossipAdam(AdamBase):
             gossip_adam(slots, corrected, self._hyper(group, group["betas"]))
         if members:
             torch._foreach_add_([state["step"] for _, state in members], 1)
+
+    def _beta2(self, param: Tensor, group: Group) -> float:
+        """The β with which v of a parameter is normalized now."""
+        return self._built_with.get(param, float(group["betas"][1]))
+
+    def _normalize(self, members: Members, group: Group, beta2: float | None) -> None:
+        """Scale each v that is normalized with another β than `beta2`; None is the group's β2, whatever it is."""
+        for param, state in members if beta2 is not None or self._built_with else ():
+            if self._built_with.get(param) == beta2:
+                continue
+            after = group["betas"][1] if beta2 is None else beta2
+            factor = _factor(self._beta2(param, group), after, int(state["step"]))
+            if factor != 1:
+                state["exp_avg_sq"].mul_(factor)
+            if beta2 is None:
+                del self._built_with[param]
+            else:
+                self._built_with[param] = beta2
 
     def _measured_step(self, members: Members, group: Group, kappa: float) -> None:
         """Adam's step with s + (1 − s)/κ times the second moment, by torch's own functions.
@@ -234,7 +315,8 @@ class GossipAdam(AdamBase):
             if self.decoupled:
                 scaled["weight_decay"] = group["weight_decay"] * root  # the parameters shrink at the learning rate
             tensors = [t for param, state in part for t in slot(param, state, "exp_avg")]
-            if self._hyper(group, group["betas"]).may_be_native and fits(tensors):
+            real = not any(param.is_complex() for param, _ in part)
+            if real and self._hyper(group, group["betas"]).may_be_native and fits(tensors):
                 scaled["fused"] = all(t.is_contiguous() for t in tensors) or None  # the kernel ignores strides
             self._adam_step(part, scaled)
 
@@ -293,6 +375,27 @@ class GossipAdamW(GossipAdam):
 def _longer(betas: tuple[float, float], kappa: float) -> tuple[float, float]:
     """The betas where the signal is measured: see Note [Why the second moment remembers longer]."""
     return betas[0], 1 - (1 - betas[1]) / math.sqrt(kappa)
+
+
+def _factor(before: float, after: float, step: int) -> float:
+    """By what v is multiplied after `step` steps so that V is the same with β `after` as it was with `before`."""
+    return (1 - after**step) / (1 - before**step) if step else 1.0
+
+
+def _divided(v: Tensor, factor: float, ulps: Tensor) -> Tensor:
+    """The tensor whose product with `factor` is `v`, exactly if `ulps` are those of `state_dict()`."""
+    divided = v / factor
+    bits = _bits(divided)
+    if bits.shape == ulps.shape:
+        bits.add_(ulps.to(bits.device) * (bits > _ULPS))  # neither below 0 nor from NaN to a number
+    return divided
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor, or of this worker's shard, as integers that count units in the last place."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    real = torch.view_as_real(local) if local.is_complex() else local
+    return real.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[real.element_size()])
 
 
 def _noise_left(beta1: float) -> float:
