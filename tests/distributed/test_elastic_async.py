@@ -145,6 +145,52 @@ def test_max_staleness_does_not_wait_for_the_dead(monkeypatch):
         finish([workers[0], workers[2]])
 
 
+def test_max_staleness_does_not_wait_for_the_dead_although_the_directory_is_gone(monkeypatch):
+    """They stay members. Worker 0 has no exchanges with worker 2, workers 1 and 3 have."""
+    options = {"topology": "ring", "algorithm": "ad-psgd", "max_staleness": 5}
+    with job(monkeypatch, 4, soft_deadline=0.2, hard_deadline=2.0, **options) as made:
+        workers = made.all(100000, pause=0.005)
+        for worker in workers:
+            worker.until(20)
+        made.directory.close()
+        workers[2].kill()
+        others = [w for w in workers if w.rank != 2]
+        for worker in others:
+            worker.until(worker.gossip.stats()["steps"] + 30)
+        assert all(w.gossip.stats()["members"] == [0, 1, 2, 3] for w in others)
+        for worker in others:
+            worker.steps = 0
+        finish(others)
+
+
+def test_a_worker_that_was_dropped_while_it_was_held_back_joins_again(monkeypatch):
+    """It hears of nobody's steps any more, and joins after a step of its own."""
+    options = {"topology": "ring", "algorithm": "ad-psgd", "max_staleness": 5}
+    with job(monkeypatch, 3, soft_deadline=5.0, hard_deadline=20.0, **options) as made:
+        workers = made.all(100000, pause=0.005)
+        for worker in workers:
+            worker.until(20)
+        others = [workers[0], workers[2]]
+        for worker in others:
+            worker.frozen.set()
+        gossip, lane = workers[1].gossip, workers[1].gossip.lanes[0]
+        until(lambda: lane.state.ahead() > 5)
+        incarnation = gossip.members.me.incarnation
+        for worker in others:
+            worker.gossip.members.links.peer(1).dead = "the test says so"
+            worker.gossip.members._hurry.set()
+        until(lambda: gossip.members.excluded)
+        for worker in others:
+            worker.frozen.clear()
+        until(lambda: gossip.members.me.incarnation != incarnation and not gossip.members.excluded)
+        until(lambda: all(w.gossip.stats()["members"] == [0, 1, 2] for w in workers))
+        for worker in workers:
+            worker.until(worker.gossip.stats()["steps"] + 20)
+        for worker in workers:
+            worker.steps = 0
+        finish(workers)
+
+
 def test_collective_calls_cover_the_members(monkeypatch):
     def end(gossip):
         first = gossip.consensus_distance()

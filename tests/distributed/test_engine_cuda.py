@@ -85,6 +85,31 @@ def test_nccl_with_unequal_data_does_not_hang():
     assert run_workers(2, unequal) == [10, 5]
 
 
+def with_two_optimizers(rank: int) -> tuple[float, list[float]]:
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("nccl")
+    model = made(rank).cuda()
+    optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1)]
+    with gossamer.decentralize(model, optimizers, topology="ring", timeout=60) as gossip:
+        generator = torch.Generator().manual_seed(rank)
+        model(torch.randn(8, 16, generator=generator).cuda()).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        distance = gossip.consensus_distance()
+        with gossip.averaged():
+            values = torch.cat([p.detach().flatten() for p in model.parameters()]).cpu().tolist()
+    torch.distributed.destroy_process_group()
+    return distance, values
+
+
+@two_devices
+def test_nccl_averages_the_parameters_of_two_optimizers():
+    """The exchanges of both lanes are waited for on the first one's channel."""
+    (distance, first), (other, second) = run_workers(2, with_two_optimizers)
+    assert distance == other
+    assert first == second
+
+
 def left_alone(rank: int) -> str:
     torch.cuda.set_device(rank)
     torch.distributed.init_process_group("nccl")

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 import gossamer.comm.deadline as deadlines
-from gossamer.comm import Hub, Job, PeerError, Plain, Purpose, exchange, wire_named
+from gossamer.comm import Hub, Job, PeerError, Plain, Purpose, clock, exchange, wire_named
 from gossamer.comm.nccl import NcclChannel
 from gossamer.comm.process_groups import WorkerGroup
 from gossamer.comm.store_transport import StoreTransport
+from gossamer.comm.threaded import ThreadedChannel
 from gossamer.comm.transport import ChannelId
-from gossamer.engine.lane import Lane
+from gossamer.engine.lane import STALLED_AFTER, Lane
 from gossamer.errors import GossamerWarning
 from gossamer.topology import Layout, build
 from gossamer.topology.schedule import Schedule
@@ -35,7 +36,7 @@ class Network:
         monkeypatch.setattr(dist, "P2POp", lambda act, tensor, peer, group: (act, tensor, peer, group))
         monkeypatch.setattr(dist, "batch_isend_irecv", self._batch)
         self.transports = [
-            SimpleNamespace(rank=r, lost=lambda: None, watch=lambda p: None, first_lost=lambda p: p)
+            SimpleNamespace(rank=r, lost=lambda: None, watch=lambda p: None, first_lost=lambda p: p, flights={})
             for r in range(size)
         ]
         for transport in self.transports:
@@ -188,6 +189,69 @@ def test_a_dead_peer_ends_the_wait(network):
         channel.launch(job)
     with pytest.raises(PeerError, match="worker 0 lost worker 1 in round 7, bucket 0"):
         Lane.wait(waiting_lane(channel, 60.0, []), job)
+
+
+def test_every_channel_of_a_worker_waits_for_the_jobs_of_its_other_channels(network):
+    """Collective calls wait for the exchanges of all lanes on the first lane's channel."""
+    net = network(2)
+    channels = [[net.channel(rank) for _ in range(2)] for rank in range(2)]  # by rank and lane
+    jobs = []
+    for rank in range(2):
+        program = Schedule(build("ring", Layout.of([2]))).program(0, 0, rank, 4)
+        jobs.append(Job(0, 0, partial(exchange, program, torch.full((4,), float(rank)), torch.empty(6), Plain())))
+        assert not channels[rank][0].wait(jobs[rank], 0)
+        with net.devices[rank].training():
+            channels[rank][1].launch(jobs[rank])
+    for rank in range(2):
+        Lane.wait(waiting_lane(channels[rank][0], 30.0, []), jobs[rank])
+        assert jobs[rank].done
+        assert channels[rank][1].wait(jobs[rank], 0)
+    assert not any(transport.flights for transport in net.transports)
+
+
+def test_a_closed_channel_leaves_the_jobs_of_the_others_alone(network):
+    net = network(2)
+    closed, other = net.channel(0), net.channel(0)
+    job = Job(7, 0, partial(swap, torch.ones(4)))
+    with net.devices[0].training():
+        other.launch(job)
+    closed.close(0.0)
+    assert not net.aborted
+    assert not closed.wait(job, 0)
+    assert job.blocked_on == 1
+
+
+class HeldChannel(ThreadedChannel):
+    """A channel of gloo whose jobs end when the test says so."""
+
+    def __init__(self):
+        self.release = threading.Event()
+        super().__init__(ChannelId(0, Purpose.CONTROL), 1, None)
+
+    def _carry(self, batch, job):
+        assert self.release.wait(60)
+
+    def _cut(self):
+        pass
+
+
+def test_a_job_of_a_gloo_channel_is_not_polled(network):
+    """Each turn of the wait nudges the other workers and asks the store."""
+    channel, control, turns = network(2).channel(0), HeldChannel(), []
+
+    def stalled(lane, k, assist):
+        turns.append(clock())
+        if len(turns) == 4:
+            control.release.set()
+
+    lane = waiting_lane(channel, 60.0, [])
+    lane.coordinator.stalled = stalled
+    job = Job(1, 0, partial(swap, torch.ones(4)))
+    control.launch(job)
+    Lane.wait(lane, job)
+    assert job.done
+    assert turns[3] - turns[0] > 2.5 * STALLED_AFTER
+    control.close(30.0)
 
 
 @pytest.mark.parametrize("comes", [True, False])

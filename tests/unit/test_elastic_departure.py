@@ -8,8 +8,12 @@ import time
 import pytest
 
 from elastic import finish, job, until
-from gossamer import InputError
+from gossamer import GossamerWarning, InputError
+from gossamer.comm.tcp import Ask, DirectoryClient, Unreachable
+from gossamer.comm.tcp.links import LinkTable
+from gossamer.engine.elastic import state_transfer
 from gossamer.engine.elastic.departure import Departure
+from gossamer.engine.elastic.meetings import Meetings
 
 
 @pytest.fixture
@@ -81,3 +85,88 @@ def test_a_worker_that_was_told_to_leave_does_not_join_again(monkeypatch):
         for worker in workers:
             worker.steps = 0
         finish(workers)
+
+
+def test_a_worker_that_has_left_meets_alone_and_the_others_without_it(monkeypatch):
+    """It waits in a collective call when the timer tells the others that it leaves."""
+
+    def end(gossip):
+        with gossip.averaged():
+            return gossip.met.ranks, gossip.met.alone
+
+    warned = pytest.warns(GossamerWarning, match=r"used worker 1's parameters only: it has left the job")
+    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, hard_deadline=20.0, timeout=300.0) as made, warned:
+        workers = [made.start(rank, 5 if rank == 1 else 100000, end, pause=0.005) for rank in range(3)]
+        for worker in workers:
+            worker.until(5)
+        until(lambda: workers[1].gossip._meetings.parked)
+        workers[1].gossip._job.leave()
+        assert finish([workers[1]]) == [((1,), True)]
+        others = [workers[0], workers[2]]
+        for worker in others:
+            worker.steps = 0
+        assert finish(others) == [((0, 2), False)] * 2
+
+
+@pytest.mark.parametrize("known_by", ["its sign in the directory", "the rounds that it reports"])
+def test_a_child_that_has_another_members_state_is_not_waited_for(monkeypatch, known_by):
+    """Worker 2 does not get the initial state of worker 0, its parent in the tree."""
+    fetch, ask, refused, cut = LinkTable.fetch, DirectoryClient.ask, [], set()
+
+    def fetched(self, address, kind, *args):
+        if self.rank == 2 and kind is Ask.INITIAL_STATE:
+            refused.append(address)
+            raise ConnectionResetError("the test broke it")
+        return fetch(self, address, kind, *args)
+
+    def asked(self, *args, **kwargs):
+        if self in cut:
+            raise Unreachable("cut off")
+        return ask(self, *args, **kwargs)
+
+    monkeypatch.setattr(LinkTable, "fetch", fetched)
+    monkeypatch.setattr(DirectoryClient, "ask", asked)
+    monkeypatch.setattr(state_transfer, "FAREWELL", 3600.0)
+    by_sign = known_by == "its sign in the directory"
+    n = 5 if by_sign else 3  # in the larger ring worker 2 is no neighbor of worker 0, and reports nothing to it
+    with job(monkeypatch, n, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
+        workers = made.all(100000, pause=0.005)
+        for worker in workers:
+            worker.until(5)
+        if not by_sign:
+            until(lambda: any(workers[0].gossip.members.links.peer(2).rounds))
+            cut.add(workers[0].gossip.members.directory)
+        workers[0].steps = 0
+        finish(workers[:1])
+        for worker in workers:
+            worker.steps = 0
+        finish(workers)
+    assert len(refused) == 1
+
+
+def test_a_slower_founder_gets_the_initial_state_before_its_parent_leaves(monkeypatch):
+    fetch, seen, go, asks, looks = LinkTable.fetch, Meetings.seen, threading.Event(), [], []
+
+    def fetched(self, address, kind, *args):
+        asks.append(kind)
+        assert go.wait(60)
+        return fetch(self, address, kind, *args)
+
+    def looked(self, processes):
+        looks.append(seen(self, processes))
+        return looks[-1]
+
+    monkeypatch.setattr(LinkTable, "fetch", fetched)
+    monkeypatch.setattr(Meetings, "seen", looked)
+    monkeypatch.setattr(state_transfer, "FAREWELL", 3600.0)
+    with job(monkeypatch, 2, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
+        workers = [made.start(0, 0), made.start(1, 100000, pause=0.005)]
+        until(lambda: asks and len(looks) > 10, "the parent does not wait")
+        assert not any(looks)
+        assert workers[0].gossip.members.record.ranks == (0, 1)
+        go.set()
+        finish(workers[:1])
+        workers[1].until(5)
+        assert asks == [Ask.INITIAL_STATE]
+        workers[1].steps = 0
+        finish(workers[1:])

@@ -21,6 +21,7 @@ from gossamer.comm.accelerator import Accelerator, arrives
 from gossamer.comm.exchange import Batch, Scratch
 from gossamer.comm.gloo import GlooChannel, GlooTransport
 from gossamer.comm.process_groups import Store, WorkerGroup
+from gossamer.comm.threaded import wait_for_job
 from gossamer.comm.transport import Channel, ChannelId, Event, Job, PeerError, Purpose, clock
 
 WATCHDOG = 120.0  # seconds after `timeout` at which NCCL's own watchdog may end the process
@@ -33,6 +34,7 @@ class NcclTransport(GlooTransport):
         super().__init__(store, workers, timeout)
         self._device = accelerator
         self._watched: set[int] = set()
+        self.flights: dict[int, Flight] = {}  # of all channels, by the id of the job: any channel may wait for any job
 
     def channel(self, channel: ChannelId, in_flight: int, timeout: float) -> Channel:
         if channel.purpose is Purpose.PARAMETERS:
@@ -57,6 +59,7 @@ class Flight:
     """A job under way: the events behind its batches, first to last, each with a peer of the batch (-1: none)."""
 
     job: Job
+    channel: NcclChannel
     marks: list[tuple[int, Event]] = field(default_factory=list)
 
     def landed(self) -> bool:
@@ -80,11 +83,10 @@ class NcclChannel(Channel):
         dist.all_reduce(torch.zeros(1, device=accelerator.device), group=self._group)
         self._stream = accelerator.stream()
         self._scratch: dict[int, Scratch] = {}
-        self._flights: dict[int, Flight] = {}
 
     def launch(self, job: Job) -> None:
         job.started = clock()
-        device, flight = self._accelerator, Flight(job)
+        device, flight = self._accelerator, Flight(job, self)
         before = device.mark()
         with device.running_on(self._stream):
             device.wait_for(before)
@@ -98,7 +100,7 @@ class NcclChannel(Channel):
             except StopIteration as stop:
                 job.result = stop.value
             flight.marks.append((-1, device.mark()))
-        self._flights[id(job)] = flight
+        self._transport.flights[id(job)] = flight
 
     def _queue(self, batch: Batch, job: Job) -> None:
         operations = [dist.P2POp(dist.irecv, t, self._ranks[p], self._group) for p, t in batch.recvs]
@@ -111,9 +113,9 @@ class NcclChannel(Channel):
             self._transport.watch(peer)
 
     def wait(self, job: Job, timeout: float) -> bool:
-        flight = self._flights.get(id(job))
-        if flight is None:
-            return job.done
+        flight = self._transport.flights.get(id(job))
+        if flight is None:  # done already, or a job of a gloo channel, whose thread ends it
+            return wait_for_job(job, timeout)
         until = clock() + timeout
         while not flight.landed():
             (peer, event), since = flight.marks[0], clock()
@@ -124,7 +126,7 @@ class NcclChannel(Channel):
             if not landed:
                 return False
         # All of the job's work is done, so the training stream need not wait for anything.
-        del self._flights[id(job)]
+        self._transport.flights.pop(id(job), None)
         job.finished = clock()
         return True
 
@@ -135,10 +137,12 @@ class NcclChannel(Channel):
         return self._transport.loss(lost, job, "its connection has closed")
 
     def close(self, drain: float) -> None:
-        until = clock() + drain
-        if not all(arrives(event, until - clock()) for flight in self._flights.values() for _, event in flight.marks):
+        until, flights = clock() + drain, self._transport.flights
+        mine = [flight for flight in list(flights.values()) if flight.channel is self]
+        if not all(arrives(event, until - clock()) for flight in mine for _, event in flight.marks):
             _abort(self._group)  # ends operations whose peer does not come
-        self._flights.clear()
+        for flight in mine:
+            flights.pop(id(flight.job), None)
 
 
 def _abort(group: Any) -> None:

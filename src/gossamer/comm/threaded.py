@@ -15,6 +15,13 @@ from gossamer.comm.transport import Channel, ChannelId, Job, clock
 
 GRACE = 2.0  # seconds that operations have to end after they were cut
 AGAIN = 0.05  # seconds between attempts to cut
+_done = threading.Condition()  # one for all channels: collective calls wait for jobs of any channel
+
+
+def wait_for_job(job: Job, timeout: float) -> bool:
+    """Wait at most `timeout` seconds for a job of any threaded channel. Return whether it is done."""
+    with _done:
+        return _done.wait_for(lambda: job.done, timeout)
 
 
 class ThreadedChannel(Channel):
@@ -23,8 +30,6 @@ class ThreadedChannel(Channel):
     a circle.
 
     With an `accelerator`, messages on it are copied through the host (`staging.py`)."""
-
-    _done = threading.Condition()  # one for all channels: collective calls wait for jobs of any channel
 
     def __init__(self, channel: ChannelId, threads: int, pace: Pace | None, accelerator: Accelerator | None = None):
         self._channel, self._pace, self._accelerator = channel, pace, accelerator
@@ -53,43 +58,43 @@ class ThreadedChannel(Channel):
     def launch(self, job: Job) -> None:
         if self._accelerator is not None:
             job.ready = self._accelerator.mark()
-        with self._done:
+        with _done:
             self._pending += 1
         turn = job.bucket if job.turn is None else job.turn
         self._queues[turn % len(self._queues)].put(job)
 
     def wait(self, job: Job, timeout: float) -> bool:
-        with self._done:
-            return self._done.wait_for(lambda: job.done, timeout)
+        return wait_for_job(job, timeout)
 
     def close(self, drain: float) -> None:
         try:
-            with self._done:
-                self._done.wait_for(lambda: self._pending == 0, drain)
+            with _done:
+                _done.wait_for(lambda: self._pending == 0, drain)
         finally:
             for q in self._queues:
                 q.put(None)
             deadline = clock() + GRACE
             while self._pending and clock() < deadline:  # gloo may miss the cut while it is busy, so retry
                 self._cut()
-                with self._done:
-                    self._done.wait_for(lambda: self._pending == 0, AGAIN)
+                with _done:
+                    _done.wait_for(lambda: self._pending == 0, AGAIN)
         for thread in self._threads:
             thread.join(timeout=1.0)
 
     def _work(self, jobs: queue.SimpleQueue[Job | None]) -> None:
-        scratch = Scratch()
-        stage = None if self._accelerator is None else Stage(self._accelerator)
+        scratch, stage = Scratch(), None
         while (job := jobs.get()) is not None:
             job.started = clock()
             try:
+                if stage is None and self._accelerator is not None:
+                    stage = Stage(self._accelerator)
                 self._perform(job, scratch, stage)
             except BaseException as error:  # the training thread raises it
                 job.error = error
-            with self._done:
+            with _done:
                 job.finished = clock()
                 self._pending -= 1
-                self._done.notify_all()
+                _done.notify_all()
 
     def _perform(self, job: Job, scratch: Scratch, stage: Stage | None) -> None:
         steps = job.make(scratch) if stage is None else stage.steps(job, scratch)

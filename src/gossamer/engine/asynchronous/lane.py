@@ -149,16 +149,23 @@ class AsyncLane(Lane):
     # -- waiting ----------------------------------------------------------------------------------------------
 
     def _hold_back(self) -> None:
-        """Wait while this worker is more than `max_staleness` steps ahead of the slowest worker that it knows of."""
+        """Wait while a worker is more than `max_staleness` steps behind this one."""
         bound = self.policy.max_staleness
         if bound is None or self.alone:
             return
 
         def late() -> tuple[int, str]:
-            return self.state.slowest(), f"which is more than max_staleness={bound} steps behind"
+            straggler = self._straggler(bound)
+            peer = self.state.slowest() if straggler is None else straggler
+            return peer, f"which is more than max_staleness={bound} steps behind"
 
         with self._lock:
-            self._stand_still(lambda: self.state.ahead() <= bound, late)
+            self._stand_still(lambda: self._straggler(bound) is None, late)
+
+    def _straggler(self, bound: int) -> int | None:
+        """The slowest worker that is known, if it is more than `bound` steps behind this one. The caller holds the
+        lock."""
+        return self.state.slowest() if self.state.ahead() > bound else None
 
     def _stand_still(self, done: Callable[[], bool], late: Callable[[], tuple[int, str]]) -> None:
         """Wait, holding the lock, until `done` or a failure. `late` names the worker that is waited for, and why."""

@@ -81,6 +81,22 @@ class ElasticAsyncLane(MemberLane, AsyncLane):
         if self.index == 0:
             self._job.between_steps(cast("Sequence[MemberLane]", self.siblings))
 
+    def _straggler(self, bound: int) -> int | None:
+        """The slowest member that can be reached, if it is more than `bound` steps behind this worker. Nobody while
+        the others continue without this worker: it hears of no steps then, and joins again after its own step."""
+        if self._members.excluded or self.state.ahead() <= bound:
+            return None
+        mine, theirs = int(self.state.counts[0, self.rank]), self.state.counts[1]
+        behind = [rank for rank in self.state.members.tolist() if mine - int(theirs[rank]) > bound]
+        slowest_first = sorted(behind, key=lambda rank: int(theirs[rank]))
+        return next((rank for rank in slowest_first if self._reachable(rank)), None)
+
+    def _reachable(self, rank: int) -> bool:
+        """Whether member `rank` may be alive. Without the directory a dead member stays a member."""
+        self._members.connect_to(rank)  # of a member that is no neighbor, only a closed port is noticed
+        peer = self._members.links.peer(rank)
+        return not peer.dead and (rank not in self.neighbors or peer.silence() <= self._members.hard_deadline(rank))
+
     # -- state of a joining worker ----------------------------------------------------------------------------
 
     @torch.no_grad()

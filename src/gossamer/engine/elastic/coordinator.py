@@ -140,10 +140,12 @@ class ElasticCoordinator(Coordinator):
         self.meetings.close()
 
     def leave(self) -> None:
-        """Tell the others that this worker leaves for good, so that nobody waits for it."""
+        """Tell the others that this worker leaves for good, so that nobody waits for it: at once, unless a slower
+        founder still needs the initial state."""
         self._leaving = True
-        self._transfer.await_children(self.members)
+        self._transfer.await_children(self.members, self.meetings.seen)
         self.members.leave()
+        self.meetings.left = True
 
     # -- between steps ----------------------------------------------------------------------------------------
 

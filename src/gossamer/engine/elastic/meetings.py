@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -56,11 +56,12 @@ class Meetings:
         self.next = 0  # number of the next meeting
         self.last: Meeting | None = None
         self.parked = False  # this worker waits for the others to come
+        self.left = False  # this worker has left for good: it meets nobody any more
         self._first: int | None = None  # the first meeting of the call under way, if that one failed
         self._watched = 0.0
 
     def gather(self, call: str, here: Callable[[], Attendee], meanwhile: Callable[[], None]) -> Meeting:
-        """Wait until all members that can come are in the call.
+        """Wait until all members that can come are in the call. A worker that has left the job meets alone.
 
         Args:
             call: The name of the call, for messages.
@@ -147,6 +148,18 @@ class Meetings:
         """The collective call is over: the next meeting belongs to another call."""
         self._first = None
 
+    def seen(self, processes: Mapping[int, str]) -> set[int]:
+        """Those of `processes` (incarnation by rank) that have given a sign of attendance, as all do once they have a
+        state to train from. Nobody if the directory does not answer."""
+
+        def ask(store: Store) -> set[int]:
+            return {rank for rank, process in processes.items() if process in look(store, f"present/{rank}")}
+
+        try:
+            return self._members.directory.ask(ask) if processes else set()
+        except Unreachable:
+            return set()
+
     def close(self) -> None:
         self._attendance.close()
 
@@ -163,6 +176,8 @@ class Meetings:
         heard, epoch = -1, self._members.record.epoch
         self._attendance.restart()
         while True:
+            if self.left:
+                return self._alone(call, here(), "it has left the job")
             record, me = self._members.record, here()
             first = posted != (self.next, me.incarnation)
             news = self._members.decided >= 2 * self.next and heard != self._members.decided
@@ -182,7 +197,7 @@ class Meetings:
                     self._attendance.restart()
                     directory_deadline = directory_deadline or Deadline(self._hard)
                     if directory_deadline.expired:
-                        return self._alone(call, here())
+                        return self._alone(call, here(), "the directory did not answer")
                 if decided is not None:
                     if me.incarnation in {a.incarnation for a in decided.came}:
                         self._check_calls(call, decided.came)
@@ -259,15 +274,15 @@ class Meetings:
                 missing.append(rank)
         return found, missing
 
-    def _alone(self, call: str, here: Attendee) -> Meeting:
+    def _alone(self, call: str, here: Attendee, why: str) -> Meeting:
         warnings.warn(
-            f"{call} used worker {self._members.rank}'s parameters only: the directory did not answer",
+            f"{call} used worker {self._members.rank}'s parameters only: {why}",
             GossamerWarning,
             stacklevel=2,
         )
         self._attendance.skip(self.next)
         record = self._members.record
-        return Meeting.of(self.next, record.epoch, [here], alone=len(record.members) > 1)
+        return Meeting.of(self.next, record.epoch, [here], alone=bool(record.members.keys() - {here.rank}))
 
     def _absent(self, store: Store, meeting: Meeting) -> set[int]:
         """Participants that have lost the directory since, or continued without the others."""

@@ -14,7 +14,7 @@ import io
 import queue
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,7 @@ from gossamer.errors import GossamerError
 SIGN = 1.0  # seconds between two signs of a donor
 SILENCE = 30.0  # seconds without a sign, or without accepting data, after which the other side is given up
 FAREWELL = 30.0  # seconds that a worker that leaves waits for slower founders
+POLL = 0.02  # seconds between checks of whether they have their state
 
 
 @dataclass(frozen=True)
@@ -121,14 +122,18 @@ class StateTransfer:
                 self._initial.put(data)
         return progress
 
-    def await_children(self, members: Membership) -> None:
-        """Wait until the children in the tree have the initial state, or are no longer members.
+    def await_children(self, members: Membership, started: Callable[[Mapping[int, str]], set[int]]) -> None:
+        """Wait until the children in the tree have the initial state or another one, or are no longer members.
 
         A worker that leaves right after the start of the job calls this first: a slower founder still needs it.
+        `started` returns which of some processes (incarnation by rank) are known to have a state. A child that did not
+        get this worker's took another member's.
         """
         deadline = Deadline(FAREWELL)
-        while self._served.qsize() < sum(members.record.members.get(r) == m for r, m in self._children.items()):
-            if not deadline.sleep(0.02):
+        while self._served.qsize() < len(self._children):
+            here = {r: m.incarnation for r, m in self._children.items() if members.record.members.get(r) == m}
+            waiting = {r: process for r, process in here.items() if not any(members.links.peer(r).rounds)}
+            if not waiting.keys() - started(waiting) or not deadline.sleep(POLL):
                 return
 
     def fetch(self, members: Membership) -> Progress:
