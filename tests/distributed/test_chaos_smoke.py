@@ -16,9 +16,11 @@ from gossamer.lab.chaos.worker import final_loss, train
 NETWORK = "loopback" if why_unavailable() else "namespaces"
 
 
-def test_killed_rank_0_and_a_worker_that_left_are_replaced(tmp_path):
+@pytest.mark.parametrize("method", ["dadam:aer", "a2cid2:ring"])
+def test_killed_rank_0_and_a_worker_that_left_are_replaced(tmp_path, method):
     plan = [Fault(2.0, "kill", (0,), 3.5), Fault(7.0, "join", (3,), 8.5)]
-    chaos = ChaosConfig(per_node=(2, 2), seconds=14.0, faults=0, compute=0.1, network=NETWORK, link=None, timeout=50.0)
+    setup = {"per_node": (2, 2), "network": NETWORK, "link": None, "method": method}
+    chaos = ChaosConfig(**setup, seconds=14.0, faults=0, compute=0.1, timeout=50.0)
     with chaos.cluster() as cluster, cluster.directory() as address:
         job = chaos.job(tmp_path, seed=0, seconds=chaos.seconds)
         record = run_job(cluster, job, train, plan, env={"GOSSAMER_DIRECTORY": address})

@@ -79,6 +79,22 @@ def test_a_dead_worker_is_replaced_and_the_run_ends_as_planned(tmp_path, kills, 
     assert all(rates[k] == pytest.approx(replaced[k]) for k in common), "the schedule goes on where the others are"
 
 
+@pytest.mark.parametrize("method", ["ad-psgd:ring", "a2cid2:ring"])
+def test_a_dead_worker_of_an_asynchronous_run_is_replaced(tmp_path, kills, capsys, method):
+    folder = tmp_path / "run"
+    kills.append((folder, 1, 5))
+    words = TRAIN.replace("dadam:aer", method).split()
+    assert main([*words, "--steps", "300", "--eval-every", "300", "--out", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["deaths"] == [{"worker": 1, "why": "killed by SIGKILL"}]
+    assert "worker 1 is gone (killed by SIGKILL); replaced (1 of at most 3)" in err
+    assert result["averaged"]["accuracy"] > 0.5
+    trained = [row["step"] for row in rows(folder / "metrics-00001.jsonl") if "loss" in row]
+    assert trained == sorted(set(trained)), "no step is done twice"
+    assert trained[-1] > 50, "the replacement trains"
+
+
 def test_a_worker_that_gets_sigterm_leaves_in_good_order_and_is_replaced(tmp_path, kills, capsys):
     folder = tmp_path / "run"
     kills.append((folder, 1, 5, signal.SIGTERM))
