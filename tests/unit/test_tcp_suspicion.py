@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed import TCPStore
 
-from gossamer.comm.tcp import DirectoryClient, HostedDirectory, Member, Record
+from gossamer.comm.tcp import DirectoryClient, HostedDirectory, Member, Record, suspicion
 from gossamer.comm.tcp.suspicion import Suspicions
 
 RING = Record(1, {r: Member(f"process-{r}", "127.0.0.1", 1 + r, "node") for r in range(5)}, [0])
@@ -64,3 +64,27 @@ def test_a_suspicion_of_an_earlier_process_does_not_count(observers):
 def test_of_two_workers_one_is_enough(observers):
     pair = Record(1, {r: RING.members[r] for r in (0, 1)}, [0])
     assert observers(0, {1}).confirmed(pair, 1)
+
+
+def test_an_observer_that_gives_signs_is_alive_although_it_does_not_answer(observers, monkeypatch):
+    """A worker that reaches the directory and none of its peers declares nobody dead."""
+    now = 100.0
+    monkeypatch.setattr(suspicion.time, "monotonic", lambda: now)
+    cut_off, store = observers(1, set()), observers(3, set())._directory
+
+    def sign(text):
+        store.ask(lambda s: s.set("present/3", text))
+
+    sign("process-3 1")
+    assert not cut_off.confirmed(RING, 2)
+    now += suspicion.RENEWED - 0.1
+    sign("process-3 2")
+    assert not cut_off.confirmed(RING, 2)
+    now += suspicion.RENEWED + 0.1  # the sign has not changed since: worker 3 is dead, too
+    assert cut_off.confirmed(RING, 2)
+
+
+def test_the_sign_of_another_process_does_not_count(observers):
+    cut_off = observers(1, set())
+    cut_off._directory.ask(lambda s: s.set("present/3", "another 1"))
+    assert cut_off.confirmed(RING, 2)
