@@ -309,7 +309,7 @@ def test_quality_factor():
     assert 1 < factor().value < factor(rounds=4).value < factor(replicas=16, rounds=4).value < 1.4
     assert factor(rounds=200).value > factor(rounds=20).value
     assert factor(wire="int8").value > factor(wire="bf16").value
-    assert factor().evidence == "records quality-*"
+    assert factor().evidence == "records quality-signal-*"
     assert "extrapolated" in factor(rounds=200).evidence
     assert "none of which has local steps" in factor(every_step=False).evidence
     assert factor(every_step=False).high > factor().high
