@@ -31,11 +31,11 @@ from gossamer.engine.protocol import (
     ScalesWithReplicas,
     UsesSignal,
 )
+from gossamer.engine.saved_state import Identity
 from gossamer.engine.totals import numbers, summed
 from gossamer.errors import GossamerError, GossamerWarning, InputError
 from gossamer.trace import TraceWriter
 
-VERSION = 2  # of `state_dict()`
 EQUAL = 1e-6  # distance of equal parameters to their mean, relative to their norm: the rounding of the mean
 Collective = Generator[list[Job], None, Any]  # yields the exchanges it waits for
 
@@ -128,11 +128,7 @@ class Gossip:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "version": VERSION,
-            "workers": self.control.layout.n,
-            "replicas": self.replicas,
-            "topology": self.lanes[0].schedule.topology.name,
-            "lanes": [{**lane.state_dict(), **_cut(lane)} for lane in self.lanes],
+            **self._identity.state_dict(),
             "clipping": {part: clipper.state_dict() for part, clipper in self._clippers.items()},
         }
 
@@ -200,12 +196,7 @@ class Gossip:
 
     def accepts(self, state: dict[str, Any]) -> bool:
         """Whether `load_state_dict` can continue from `state`: same algorithm, workers, topology, optimizers, cut."""
-        if state.get("version") != VERSION:
-            return False
-        ours = self._identity()
-        theirs = (state["workers"], state["replicas"], state["topology"])
-        same = ours == (*theirs, [lane.get("algorithm") for lane in state["lanes"]])
-        return same and self._other_cut(state) is None
+        return self._identity.accepts(state)
 
     def restart(self, steps: int) -> None:
         """Continue from the parameters as they are now, with `steps` steps counted. Collective."""
@@ -222,10 +213,11 @@ class Gossip:
         )
         return [MixedParameters(lanes, self.settings.buffers)]
 
-    def _identity(self) -> tuple[int, int, str, list[str | None]]:
-        kind = self.settings.algorithm.name if self.settings.asynchronous else None
+    @property
+    def _identity(self) -> Identity:
         topology = self.lanes[0].schedule.topology
-        return self.control.layout.n, topology.n, topology.name, [kind] * len(self.lanes)
+        kind = self.settings.algorithm.name if self.settings.asynchronous else None
+        return Identity(self.control.layout.n, topology.n, topology.name, self.gradients, kind, self.lanes)
 
     # -- the end ----------------------------------------------------------------------------------------------
 
@@ -454,40 +446,7 @@ class Gossip:
         return distance(self.lanes, self.control, self._shards)
 
     def _check_state(self, state: dict[str, Any]) -> None:
-        if state.get("version") != VERSION:
-            raise InputError(
-                f"this is not a state of Gossip.state_dict(): version {state.get('version')!r}, expected {VERSION}"
-            )
-        ours = (self.control.layout.n, self.lanes[0].schedule.topology.name, len(self.lanes))
-        theirs = (state["workers"], state["topology"], len(state["lanes"]))
-        if ours != theirs:
-            raise InputError(
-                f"the state was saved with {theirs[0]} workers, topology {theirs[1]!r} and {theirs[2]} optimizer(s), "
-                f"this run has {ours[0]}, {ours[1]!r} and {ours[2]}; resume with the same, or load only the model and "
-                "the optimizer"
-            )
-        if state["replicas"] != self.replicas:
-            raise InputError(
-                f"the state was saved with {state['replicas']} replicas of the model and this run has {self.replicas}, "
-                f"because gradients={self.gradients!r} here; resume with the same gradients=, or load only the model "
-                "and the optimizer"
-            )
-        other = self._other_cut(state)
-        if other is not None:
-            raise InputError(
-                f"the state was saved with {_written(other[0])}, and this run has {_written(other[1])}; resume with "
-                "the same fragments and Exchange(bucket_mib=), or load only the model and the optimizer"
-            )
-
-    def _other_cut(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """The cut of the first lane that `state` has cut otherwise, and that of this run; None if all are the same.
-
-        A state that an earlier revision saved does not say its cut.
-        """
-        for lane, saved in zip(self.lanes, state["lanes"], strict=True):
-            if "buckets" in saved and any(saved[name] != value for name, value in _cut(lane).items()):
-                return saved, _cut(lane)
-        return None
+        self._identity.check(state)
 
     def _load(self, state: dict[str, Any]) -> None:
         for lane, saved in zip(self.lanes, state["lanes"], strict=True):
@@ -514,18 +473,6 @@ class Gossip:
                     ends.callback(flat.release)
                 ends.callback(_leave_alone, lane.optimizer)
                 ends.callback(lane.close, drain)
-
-
-def _cut(lane: Lane) -> dict[str, Any]:
-    """How the parameters of a lane are cut: the state of its buckets fits no other cut."""
-    return {"fragments": lane.schedule.fragments, "buckets": [b.x.numel() for b in lane.buckets]}
-
-
-def _written(cut: dict[str, Any]) -> str:
-    sizes = cut["buckets"]
-    smallest, largest = min(sizes, default=0), max(sizes, default=0)
-    elements = f"{smallest} to {largest}" if smallest < largest else f"{largest}"
-    return f"fragments={cut['fragments']} and {len(sizes)} bucket(s) of {elements} elements"
 
 
 def _leave_alone(optimizer: Optimizer) -> None:
