@@ -78,15 +78,18 @@ def test_a_job_without_a_sign_of_life_is_forgotten():
     assert store.list_keys() == []
 
 
-def test_a_restored_job_whose_workers_do_not_come_back_is_forgotten(tmp_path):
-    file = tmp_path / "directory.json"
-    before = HashStore()
+def restored(tmp_path):
+    """A store with the job of an earlier directory, its keeper, which looks only when it is told to, and the time."""
+    file, before, store = tmp_path / "directory.json", HashStore(), HashStore()
     before.set("gossamer/record", "the members")
     Keeper(before, file, 60.0).close()
-    store = HashStore()
     keeper = Keeper(store, file, 60.0)
-    keeper.close()  # the test looks, at its own times
-    begun = time.monotonic()
+    keeper.close()
+    return store, keeper, time.monotonic()
+
+
+def test_a_restored_job_whose_workers_do_not_come_back_is_forgotten(tmp_path):
+    store, keeper, begun = restored(tmp_path)
     keeper.look(begun + 50)
     assert store.check(["gossamer/record"])
     keeper.look(begun + 100)
@@ -98,14 +101,7 @@ def test_a_restored_job_whose_workers_do_not_come_back_is_forgotten(tmp_path):
 
 
 def test_a_restored_job_that_goes_on_is_kept(tmp_path):
-    file = tmp_path / "directory.json"
-    before = HashStore()
-    before.set("gossamer/record", "the members")
-    Keeper(before, file, 60.0).close()
-    store = HashStore()
-    keeper = Keeper(store, file, 60.0)
-    keeper.close()
-    begun = time.monotonic()
+    store, keeper, begun = restored(tmp_path)
     for sign in range(10):
         store.set("gossamer/present/0", str(sign))
         keeper.look(begun + 50 * sign)
