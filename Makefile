@@ -22,7 +22,8 @@ setup: $(STAMP)  ## make the environment (.venv) and install
 
 demo: setup  ## install if needed, then run the main job
 	@echo "demo: torch's DDP against GossipAdam on the alternating exponential ring, both at the same learning rate: a small"
-	@echo "demo: residual network on digits, 2 nodes x 2 workers with 20 Mbit/s between them, 2 seeds; about two minutes"
+	@echo "demo: residual network on digits, 2 nodes x 2 workers with 20 Mbit/s between them, 2 seeds; about two minutes."
+	@echo "demo: Gradients are averaged exactly inside each node, and the nodes gossip (the default; --no-exact-inside: all workers)"
 	@rm -rf runs/demo
 	@$(BIN)/gossamer compare vision --workers 4 --per-node 2 --link 20mbit --methods ddp,gossipadam:aer --steps 120 --seeds 2 \
 		--lr 1.6e-2 --ddp-bucket-mb 0.05 --trace --out runs/demo --html runs/demo/report.html

@@ -89,6 +89,7 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     rule = CLIPPING.get(values.pop("clipping", ""))
     config = make_config({"virtual": True, "batched": "on", **values})
     said = {k: v for k, v in config.model_dump(mode="json").items() if k in _SAID}
+    said["exact_inside"] = bool(config.exact_inside)
     if file.exists():
         found: dict[str, Any] = json.loads(file.read_text())
         differs = sorted(
@@ -143,6 +144,27 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     half.write_text(json.dumps(outcome))
     half.rename(file)
     return outcome
+
+
+def unpack(record: Path | None, folder: Path) -> None:
+    """Put the runs that a record has into `folder`, so that a study goes on where it was on another machine."""
+    kept = record / "runs.jsonl" if record is not None else None
+    if kept is None or not kept.exists():
+        return
+    for line in kept.read_text().splitlines():
+        run = json.loads(line)
+        file = folder / run.pop("file")
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(run))
+
+
+def pack(folder: Path, record: Path) -> None:
+    """Write all runs to a record, a line each."""
+    record.mkdir(parents=True, exist_ok=True)
+    files = sorted(folder.rglob("*.json"))
+    lines = [json.dumps({"file": str(f.relative_to(folder)), **json.loads(f.read_text())}) for f in files]
+    (record / "runs.jsonl").write_text("\n".join([*lines, ""]))
 
 
 _SAID = {"method", "seed", "lr", "steps", "per_node", "betas", "accumulate", "betas_per", "exact_inside"}

@@ -1,61 +1,85 @@
 """Bytes per token against loss, for links too thin for an exchange in every step: the records `thin-quality-*`.
 
-    python benchmarks/thin_quality.py lm --record benchmarks/records/thin-quality-lm
-    python benchmarks/thin_quality.py translate --data DIR --record benchmarks/records/thin-quality-translate
+    python benchmarks/thin_quality.py lm --data ../shared/data/multi30k/train.en.gz \\
+        --record benchmarks/records/thin-quality-lm
+    python benchmarks/thin_quality.py translate --data ../shared/data/multi30k \\
+        --record benchmarks/records/thin-quality-translate
 
 16 virtual workers, each on a node of its own, so that every byte crosses a link between nodes. (AER then sends in every
-second round.) For each setting the rate with the least loss on seed 0 is used on all seeds, seed 0 among them: every
-setting had the same choice. A setting is on the Pareto front if no other one has both fewer bytes and less loss. Bytes
-are those that a worker sends, exact averages included, over the tokens that all workers see. Runs are files in --runs;
-a study that was stopped goes on where it was. --finished runs nothing and tables what is there.
+second round.) Rates are searched on seed 0 by factors of two until the best one has a worse neighbor on both sides; all
+seeds, seed 0 among them, then use it: every setting had the same search. A setting is on the Pareto front if no other
+one has both fewer bytes and less loss. Bytes are those that a worker sends, exact averages and those that measure the
+signal for GossipAdam included, over the tokens that all workers see. Runs are files in --runs; a study that was stopped
+goes on where it was, on another machine from `runs.jsonl` of its record. --finished runs nothing and tables what is
+there.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from gossamer.report.record import environment, write_record
 from quality_paired import study
-from quality_runs import run_once
+from quality_runs import pack, run_once, unpack
 
 WORKERS = 16
+STEPS = 400
 SEEDS = (0, 10, 11)
-RATES = (8e-3, 16e-3, 32e-3)
+RATES = (8e-3, 16e-3)  # tried first
+MOST_RATES = 6
 REFRESH = 64  # steps between exact averages, for wires that are relative to them
 
 Settings = dict[str, dict[str, Any]]
 
 
-def gossip(wire: str = "fp32", **values: Any) -> dict[str, Any]:
-    fresh = {"average_every": REFRESH} if wire in ("int8", "int4") else {}
+def gossip(wire: str = "fp32", refresh: int = 0, **values: Any) -> dict[str, Any]:
+    fresh = {"average_every": refresh} if refresh else {}
     return {"method": f"gossipadam:aer:{wire}", **fresh, **values}
+
+
+def local(h: int, **values: Any) -> dict[str, Any]:
+    """Gossip after every h local steps. It waits for its exchange, as DiLoCo does, unless `combine` says otherwise."""
+    return gossip(every=h, **{"combine": "atc", **values})
+
+
+def diloco(h: int, **values: Any) -> dict[str, Any]:
+    return {"method": "diloco", "every": h, **values}
 
 
 SETTINGS: Settings = {
     "all-reduce": {"method": "ddp"},
-    **{f"DiLoCo, H = {h}": {"method": "diloco", "every": h} for h in (8, 32)},
     "gossip fp32": gossip(),
     "gossip bf16": gossip("bf16"),
-    "gossip int8": gossip("int8"),
-    "gossip int4": gossip("int4"),
-    "gossip int4, averages every 16": gossip("int4", average_every=16),
+    "gossip int8": gossip("int8", REFRESH),
+    "gossip int4": gossip("int4", REFRESH),
     **{f"gossip fp32, {f} fragments": gossip(fragments=f) for f in (2, 4, 8)},
-    **{f"gossip int8, {f} fragments": gossip("int8", fragments=f) for f in (2, 4, 8)},
-    **{f"gossip int4, {f} fragments": gossip("int4", fragments=f) for f in (2, 4, 8)},
-    **{f"gossip fp32, Nesterov, H = {h}": gossip(every=h, outer="nesterov") for h in (4, 16)},
-    **{f"gossip int8, Nesterov, H = {h}": gossip("int8", every=h, outer="nesterov") for h in (4, 16)},
-    **{f"DiLoCo, momentum 0.5, H = {h}": {"method": "diloco", "every": h, "outer_momentum": 0.5} for h in (8, 32)},
+    **{f"gossip int8, {f} fragments": gossip("int8", 2 * REFRESH, fragments=f) for f in (4, 8)},
+    **{f"gossip int4, {f} fragments": gossip("int4", REFRESH, fragments=f) for f in (4, 8)},
+    **{f"DiLoCo, H = {h}": diloco(h) for h in (8, 32)},
+    **{f"DiLoCo, momentum 0.5, H = {h}": diloco(h, outer_momentum=0.5) for h in (8, 32)},
+    **{f"gossip fp32, Nesterov, H = {h}": local(h, outer="nesterov") for h in (4, 16)},
+    "gossip fp32, local steps, H = 16": local(16),
     "LocalSGD, H = 8": {"method": "localsgd", "every": 8},
-    "gossip fp32, local steps, H = 16": gossip(every=16),
-    "gossip fp32, Nesterov after the steps, H = 16": gossip(every=16, outer="nesterov", combine="atc"),
-    "gossip fp32, heavy ball, H = 16": gossip(every=16, outer="heavy-ball"),
-    "gossip fp32, accelerated, H = 16": gossip(every=16, outer="accelerated"),
+    "gossip fp32, heavy ball, H = 16": local(16, outer="heavy-ball"),
+    "gossip fp32, accelerated, H = 16": local(16, outer="accelerated"),
+    "gossip fp32, Nesterov with overlap, H = 16": local(16, outer="nesterov", combine="awc"),
+    f"gossip fp32, averages every {REFRESH}": gossip(refresh=REFRESH),
+    "DiLoCo with GossipAdam, momentum 0.5, H = 32": diloco(32, outer_momentum=0.5, optimizer="gossipadam"),
+    "all-reduce, Nesterov, H = 16": {
+        "method": "dadam:complete",
+        "per_node": [WORKERS],
+        "exact_inside": True,
+        "every": 16,
+        "outer": "nesterov",
+        "combine": "atc",
+    },
 }
 BASE = "gossip fp32"
 
@@ -77,9 +101,9 @@ def perform(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]
             print(name, f"lr {rate:g} seed {seed}", made.get("final") or made["diverged"], flush=True)
             return made
 
-        tried = {rate: made for rate in args.rates if (made := run(rate, 0)) is not None}
-        good = [rate for rate, made in tried.items() if "final" in made]
+        tried = search(lambda rate, run=run: run(rate, 0), args.rates)
         trials = {f"{rate:g}": made["final"]["loss"] if "final" in made else None for rate, made in tried.items()}
+        good = [rate for rate, made in tried.items() if "final" in made]
         if not good:
             if tried:
                 print(f"{name}: diverged at every rate", flush=True)
@@ -87,8 +111,25 @@ def perform(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]
         best = min(good, key=lambda rate: tried[rate]["final"]["loss"])
         runs = [made for seed in args.seeds if (made := run(best, seed)) is not None]
         ended = [made for made in runs if "final" in made]
-        found[name] = {"lr": best, "trials": trials, "runs": ended, "diverged": len(runs) - len(ended)}
+        if ended:
+            found[name] = {"lr": best, "trials": trials, "runs": ended, "diverged": len(runs) - len(ended)}
     return found
+
+
+def search(run: Callable[[float], dict[str, Any] | None], rates: Sequence[float]) -> dict[float, dict[str, Any]]:
+    """Runs by rate: those that are given, and further factors of two while the best one is at the edge."""
+    tried: dict[float, dict[str, Any]] = {}
+    wanted = list(rates)
+    while wanted:
+        for rate in wanted:
+            made = run(rate)
+            if made is None:  # --finished
+                return tried
+            tried[rate] = made
+        best = min(tried, key=lambda rate: tried[rate].get("final", {"loss": math.inf})["loss"])
+        beyond = {min(tried): best / 2, max(tried): best * 2}
+        wanted = [beyond[best]] if best in beyond and len(tried) < MOST_RATES else []
+    return tried
 
 
 def points(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -104,11 +145,17 @@ def points(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         row["diverged"] = got["diverged"]
         rows.append(row | {"loss": statistics.mean(losses), "std": spread, "trials": got["trials"]})
     for row in rows:
-        beaten = (
-            o["bytes_per_token"] <= row["bytes_per_token"] and o["loss"] <= row["loss"] for o in rows if o is not row
-        )
-        row["front"] = not any(beaten)
+        row["front"] = not row["diverged"] and not beaten(row, rows)
     return sorted(rows, key=lambda row: row["bytes_per_token"])
+
+
+def beaten(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
+    """Whether another setting, which converged on every seed, has both no more bytes and no more loss."""
+    return any(
+        o["bytes_per_token"] <= row["bytes_per_token"] and o["loss"] <= row["loss"]
+        for o in rows
+        if o is not row and not o["diverged"]
+    )
 
 
 def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
@@ -116,7 +163,7 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     lines = [
         f"{WORKERS} virtual workers on nodes of their own, {study(args)[0]['steps']} steps, task {args.study}; every "
         "setting at its best rate of seed 0 (* the last rate that was tried). Exact averages are counted; "
-        f"int8 and int4 have one every {REFRESH} steps unless the name says otherwise.",
+        f"int8 and int4 have one every {REFRESH} steps, int8 with fragments every {2 * REFRESH}.",
         "",
         "![Loss against bytes per token](front.svg)",
         "",
@@ -134,20 +181,27 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
     """What the study was to show: an eighth of the bytes at the same loss, and gossip that dominates DiLoCo."""
-    own = [row for row in rows if row["setting"].startswith("gossip")]
+    own = [row for row in rows if row["setting"].startswith("gossip") and not row["diverged"]]
     base = next((row for row in rows if row["setting"] == BASE), None)
     said = []
     if base is not None and base["std"] is not None:
         found = at_least_as_good(own, base["bytes_per_token"] / 8, base["loss"] + base["std"])
         said.append(f"At most an eighth of the bytes of {BASE}, and within its standard deviation: {found}.")
-    for other in (row for row in rows if row["setting"].startswith("DiLoCo")):
-        found = at_least_as_good(own, other["bytes_per_token"], other["loss"])
-        said.append(f"No more bytes and no more loss than {other['setting']}: {found}.")
+    averaged = [row for row in rows if row["setting"].startswith(("DiLoCo", "LocalSGD"))]
+    for other in averaged:
+        if not beaten(other, averaged):  # the best that local steps with an all-reduce can do
+            found = at_least_as_good(own, other["bytes_per_token"], other["loss"])
+            said.append(f"No more bytes and no more loss than {other['setting']}: {found}.")
     return said
 
 
 def at_least_as_good(rows: list[dict[str, Any]], most_bytes: float, most_loss: float) -> str:
-    names = [r["setting"] for r in rows if r["bytes_per_token"] <= most_bytes and r["loss"] <= most_loss]
+    """The settings within both limits, each with its bytes and its loss relative to them."""
+    names = [
+        f"{r['setting']} ({r['bytes_per_token'] / most_bytes:.2f} times the limit, loss {r['loss'] - most_loss:+.3f})"
+        for r in rows
+        if r["bytes_per_token"] <= most_bytes and r["loss"] <= most_loss
+    ]
     return "; ".join(names) or "none"
 
 
@@ -177,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=("translate", "lm"))
     parser.add_argument("--data", help="the folder of Multi30k, or a text")
-    parser.add_argument("--steps", type=int, help="of a run")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a run")
     parser.add_argument("--rates", type=lambda text: [float(r) for r in text.split(",")], default=RATES)
     parser.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",") if s], default=SEEDS)
     parser.add_argument("--only", default="", help="a regular expression: the settings to run")
@@ -187,11 +241,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore")  # vmap's remarks about attention
     machine = environment()
-    rows = points(perform(args, args.runs or Path("runs") / f"thin-quality-{args.study}"))
+    folder = args.runs or Path("runs") / f"thin-quality-{args.study}"
+    unpack(args.record, folder)
+    rows = points(perform(args, folder))
     summary = table(rows, args)
     if args.record:
         write_record(args.record, data={"results": rows}, summary=summary, environment=machine, note="")
         draw(rows, args.record / "front.svg")
+        pack(folder, args.record)
     print(summary)
 
 

@@ -3,13 +3,14 @@
     python benchmarks/time_to_loss.py --out benchmarks/records/time-to-loss
 
 Real gradients and data, links and compute time of an emulated cluster. All methods train at the best learning rate of
-the first one, which is all-reduce's, from a short search without sleeps and links (which do not change what synchronous
-methods learn, only when). The target is the first method's final loss, seed by seed. `NAME inside` averages gradients
-exactly inside nodes, `NAME f=4` exchanges one of 4 fragments of the model per step. localsgd and diloco are torchft's,
-with an all-reduce every 8 steps. Thin links, 10 Mbit/s:
+the first one, which is all-reduce's, or each at its own with --search-each, from a short search without sleeps and
+links (which do not change what synchronous methods learn, only when). The target is the first method's final loss, seed
+by seed. `NAME inside` averages gradients exactly inside nodes, `NAME f=4` exchanges one of 4 fragments of the model per
+step, `NAME avg=64` makes an exact average every 64 steps. localsgd and diloco are torchft's, with an all-reduce every 8
+steps. Thin links, 10 Mbit/s:
 
-    python benchmarks/time_to_loss.py --methods "ddp,diloco,gossipadam:aer,gossipadam:aer:int8 f=2" --steps 200 \\
-        --seeds 0 1 --out benchmarks/records/time-to-loss-thin
+    python benchmarks/time_to_loss.py --search-each --steps 200 --seeds 0 1 \\
+        --methods "ddp,diloco,gossipadam:aer,gossipadam:aer:int8 f=4 avg=64" --out benchmarks/records/time-to-loss-thin
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from gossamer.report.plots import draw_loss
 from gossamer.report.record import environment, write_record
 from quality_tables import figure_of
 
+WORDS = {"f": "fragments", "avg": "average_every"}
+
 
 @dataclass(frozen=True)
 class Contestant:
@@ -45,8 +48,10 @@ class Contestant:
         method, *words = text.split()
         (parsed,) = parse_list(method)
         size = ddp_bucket_mb if parsed.algorithm == "ddp" else bucket_mb
-        fragments = [int(word[2:]) for word in words if word.startswith("f=")]
-        options: dict[str, Any] = {"fragments": fragments[0]} if fragments else {}
+        named = dict(word.split("=") for word in words if "=" in word)
+        if unknown := sorted({*named} - {*WORDS} | {w for w in words if "=" not in w} - {"inside"}):
+            raise SystemExit(f"{text.strip()!r}: unknown {', '.join(unknown)}; known are inside, {', '.join(WORDS)}")
+        options: dict[str, Any] = {WORDS[word]: int(value) for word, value in named.items()}
         if parsed.algorithm == "local":
             options = {"every": parsed.local_steps(1)}
         if parsed.name == "diloco":
@@ -54,15 +59,25 @@ class Contestant:
         return cls(text.strip(), parsed, "node" if "inside" in words else "worker", size, options)
 
 
-def best_rate(method: Method, setup: Setup, args: argparse.Namespace) -> tuple[float, list[dict[str, Any]]]:
+def best_rate(one: Contestant, setup: Setup, args: argparse.Namespace) -> tuple[float, list[dict[str, Any]]]:
     """The learning rate with the lowest final loss, and the search."""
     still = tuple((0.0,) * args.search_steps for _ in range(setup.n))
     tried = []
     with LabCluster(per_node=setup.per_node, network="loopback") as cluster, cluster.pool(timeout=600) as pool:
         for lr in args.lr:
-            told = pool.run(learn, LearningRun(method, lr, still, args.width, args.batch, args.seeds[0]))
-            tried.append({"lr": lr, "final_loss": told[0]["final"]})
-            print(f"{method}: lr {lr:g}: loss {told[0]['final']:.4f}", flush=True)
+            lesson = LearningRun(
+                one.method,
+                lr,
+                still,
+                args.width,
+                args.batch,
+                args.seeds[0],
+                gradients=one.gradients,
+                options=one.options,
+            )
+            loss = pool.run(learn, lesson)[0]["final"]
+            tried.append({"method": one.name, "lr": lr, "final_loss": loss})
+            print(f"{one.name}: lr {lr:g}: loss {loss:.4f}", flush=True)
     return min(tried, key=lambda t: t["final_loss"])["lr"], tried
 
 
@@ -77,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--search-steps", type=int, default=300)
     parser.add_argument("--lr", type=float, nargs="+", default=[0.001, 0.002, 0.004, 0.008, 0.016])
+    parser.add_argument("--search-each", action="store_true", help="every method at its own best rate")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--ddp-bucket-mb", type=float, default=0.2, help="a layer of the task has 0.25 MiB")
@@ -89,7 +105,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     link = None if args.network == "loopback" else args.link
     setup = Setup((args.per_node,) * args.nodes, link, compute=args.compute, jitter=args.jitter, network=args.network)
     contestants = [Contestant.of(text, args.ddp_bucket_mb, args.bucket_mb) for text in args.methods.split(",")]
-    lr, search = best_rate(contestants[0].method, setup, args)
+    rates: dict[str, float] = {}
+    search: list[dict[str, Any]] = []
+    for one in contestants if args.search_each else contestants[:1]:
+        rates[one.name], tried = best_rate(one, setup, args)
+        search += tried
     results: list[dict[str, Any]] = []
     with setup.cluster() as cluster, cluster.pool(timeout=7200) as pool:
         for seed in args.seeds:
@@ -97,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for one in contestants:
                 lesson = LearningRun(
                     one.method,
-                    lr,
+                    rates.get(one.name, rates[contestants[0].name]),
                     columns,
                     args.width,
                     args.batch,
@@ -113,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     {
                         "method": one.name,
                         "seed": seed,
+                        "lr": lesson.lr,
                         "final_loss": told[0]["final"],
                         "seconds": points[-1][0],
                         "cpu_use": cpu.use,
@@ -121,28 +142,28 @@ def main(argv: Sequence[str] | None = None) -> None:
                     }
                 )
                 print(f"{one.name}, seed {seed}: {points[-1][0]:.1f} s, loss {told[0]['final']:.4f}", flush=True)
-    summary = table(results, contestants, lr, args.steps)
-    data = {"lr": lr, "search": search, "results": results, "cluster": {**cluster.describe(), **setup.describe()}}
+    summary = table(results, contestants, args.steps)
+    data = {"search": search, "results": results, "cluster": {**cluster.describe(), **setup.describe()}}
     write_record(args.out, data=data, summary=summary, environment=machine)
     first = {r["method"]: r["curve"] for r in results if r["seed"] == args.seeds[0]}
     draw_loss(first, args.out / "loss.svg", target=first[contestants[0].name][-1][1])
     print(summary)
 
 
-def table(results: list[dict[str, Any]], contestants: list[Contestant], lr: float, steps: int) -> str:
+def table(results: list[dict[str, Any]], contestants: list[Contestant], steps: int) -> str:
     """One row per method; adds to every result the seconds to the target of its seed."""
     base = contestants[0].name
     target = {r["seed"]: r["curve"][-1][1] for r in results if r["method"] == base}
     for r in results:
         r["seconds_to_target"] = time_to(r["curve"], target[r["seed"]])
     lines = [
-        f"{steps} steps at learning rate {lr:g}. The target of a seed is the final smoothed training loss of {base}: "
+        f"{steps} steps. The target of a seed is the final smoothed training loss of {base}: "
         + ", ".join(f"{loss:.4f} (seed {seed})" for seed, loss in target.items())
         + ". A method that does not reach it within its steps has no time.",
         "",
         f"| method | ms per step | final loss of the mean model | seconds to the target | times {base}'s speed, to the "
         "target | steps | CPU |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     whole = {r["seed"]: r for r in results if r["method"] == base}
     for one in contestants:
@@ -154,7 +175,7 @@ def table(results: list[dict[str, Any]], contestants: list[Contestant], lr: floa
         speed = statistics.mean(whole[r["seed"]]["seconds"] / r["seconds"] for r in mine)
         invalid = sum(not r["valid"] for r in mine)
         lines.append(
-            f"| {one.name} | {1000 * statistics.mean(r['seconds'] for r in mine) / steps:.0f} | "
+            f"| {one.name} | {mine[0]['lr']:g} | {1000 * statistics.mean(r['seconds'] for r in mine) / steps:.0f} | "
             f"{figure_of([r['final_loss'] for r in mine], 4)} | {took} | {figure_of(ratio, 2) if ratio else '-'} | "
             f"{speed:.2f} times as fast | {100 * max(r['cpu_use'] or 0 for r in mine):.0f} %"
             f"{f', {invalid} INVALID' if invalid else ''} |"

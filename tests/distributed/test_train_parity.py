@@ -1,9 +1,11 @@
 """Real processes and virtual workers train the same, step by step; a resumed job equals the uninterrupted one."""
 
+import json
+
 import pytest
 import torch
 
-from gossamer.checkpoint import files
+from gossamer.checkpoint import consensus, files
 from gossamer.comm.process_groups import join_world, leave_world
 from gossamer.predict.methods import parse
 from gossamer.recipes import graceful_stop as stop
@@ -28,7 +30,7 @@ def configured(method, virtual, **values):
     return make_config({**given, "batched": "off", "eval_every": 4, "checkpoint_every": 1, "keep_last": 1000, **values})
 
 
-def real(rank, folder, values, resume=False, stop_after=None):
+def real(rank, folder, values, resume=False, stop_after=None, norm=False):
     """One worker of a job; `stop_after`: worker 1 asks for a stop after this many steps."""
     torch.set_num_threads(1)
     join_world()
@@ -38,7 +40,8 @@ def real(rank, folder, values, resume=False, stop_after=None):
         if "loss" in row and row["step"] == stop_after and rank == 1:
             stop.request(folder)
 
-    progress = run(config, Toy(dropout=0.2), parse(config.method), folder, rank=rank, resume=resume, watch=watch)
+    task = Toy(dropout=0.2, norm=norm)
+    progress = run(config, task, parse(config.method), folder, rank=rank, resume=resume, watch=watch)
     leave_world()
     return progress.stopped, progress.step
 
@@ -61,6 +64,20 @@ def test_virtual_and_real_workers_have_the_same_parameters_after_every_step(tmp_
         for worker in range(4):
             mine, theirs = (saved(where, step, worker) for where in everywhere)
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_virtual_and_real_workers_have_the_same_consensus_model(tmp_path, pools, inside):
+    """Running statistics included, of which every worker has its own."""
+    values = {"method": "dadam:ring", "exact_inside": inside, "steps": 3}
+    pools(2, 2).run(real, tmp_path / "real", {**values, "virtual": False}, norm=True)
+    config = configured(virtual=True, **values)
+    run(config, Toy(dropout=0.2, norm=True), parse(config.method), tmp_path / "virtual")
+    mine, theirs = (consensus(tmp_path / kind / "checkpoints")[1] for kind in ("real", "virtual"))
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    rows = [(tmp_path / kind / "metrics-00000.jsonl").read_text().splitlines() for kind in ("real", "virtual")]
+    losses = [[r["averaged"]["loss"] for line in lines if "averaged" in (r := json.loads(line))] for lines in rows]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("method", ["ddp", "dadam:ring", "accumadam:aer"])

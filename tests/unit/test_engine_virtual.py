@@ -1,5 +1,7 @@
 """Virtual workers: uneven data, order of steps, and what they refuse; every bad setting in one clear sentence."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -185,3 +187,14 @@ def test_bad_settings(wrong, said):
     with pytest.raises(InputError, match=said) as caught:
         Settings.of(**policies(**wrong))
     assert "\n" not in str(caught.value)
+
+
+def test_an_anchor_that_is_never_renewed_is_warned_of_once():
+    with pytest.warns(gossamer.GossamerWarning, match=r"wire='int4' .*average_every=64") as caught:
+        start([1] * 4, wire="int4")
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        start([1] * 4, wire="int4", average_every=8)
+        start([1] * 4, wire="bf16")

@@ -13,7 +13,7 @@ STEPS = [{"step": k, "seconds": 0.1 * k, "waited": 0.05 * k} for k in range(1, 1
 
 def predicted(folder, method, **settings):
     """The prediction for a run on links of 10 Mbit/s, as it is written to the run's folder."""
-    config = RunConfig(task="translation", method=method, per_node=(1, 1, 1, 1), **settings)
+    config = RunConfig(task="translation", method=method, **{"per_node": (1, 1, 1, 1), **settings})
     content = {
         "config": json.loads(config.model_dump_json()),
         "method": method,
@@ -37,6 +37,7 @@ AVERAGE = 2 * 3 / 4 * WHOLE  # of an all-reduce among four workers
         ("dadam:ring", {"every": 4}, (WHOLE + 3 * COMPUTE) / 4),
         ("dadam:ring", {"average_every": 2}, (WHOLE + AVERAGE) / 2),
         ("dadam:ring", {"combine": "atc"}, WHOLE + COMPUTE),
+        ("dadam:ring", {"per_node": (2, 2, 2, 2), "exact_inside": True}, WHOLE),
         ("diloco", {}, AVERAGE / 8 + COMPUTE),
         ("diloco", {"every": 32}, AVERAGE / 32 + COMPUTE),
     ],

@@ -39,7 +39,8 @@ LAYERS = {
     "checkpoint": _layer(public=True),
     "integrations": _layer("checkpoint", public=True),
     "optim": _layer("native"),
-    "lab": _layer("predict", "trace", "comm", public=True),  # comm: a process group and torch's DDP for `bench`
+    # comm: a process group and torch's DDP for `bench`
+    "lab": _layer("topology", "predict", "trace", "comm", public=True),
     "recipes": _layer(public=True),
     "report": _layer("trace", "predict", "topology"),
 }

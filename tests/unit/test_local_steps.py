@@ -70,6 +70,7 @@ def test_the_exact_average_form_of_the_recipes():
 def test_compare_trains_them_side_by_side(tmp_path, capsys):
     """--every and --outer mean nothing to ddp; diloco sends an all-reduce per period."""
     words = ["--methods", "ddp,diloco,localsgd,dadam:ring", "--every", "4", "--outer", "nesterov", "--json"]
+    words += ["--no-exact-inside"]  # which would send gradients in every step
     assert main(["compare", "vision", *TINY, *words, "--out", str(tmp_path / "cmp")]) == 0
     content = json.loads(capsys.readouterr().out)
     rows = {row["method"]: row for row in content["methods"]}
@@ -97,7 +98,7 @@ def test_compare_trains_them_side_by_side(tmp_path, capsys):
         (["--method", "diloco", "--on-failure", "continue"], "virtual"),
         (
             ["--method", "dadam:exp", "--every", "2", "--outer", "heavy-ball", "--outer-lr", "5"],
-            "is unstable on the topology 'one-peer-exponential' of 4",
+            "is unstable on the topology 'one-peer-exponential' of 2",
         ),
     ],
     ids=str,
@@ -113,11 +114,25 @@ def test_bad_input_is_one_sentence(words, text, capsys, tmp_path):
 def test_a_benchmark_measures_whole_periods():
     plan = BenchPlan(steps=10, warmup=5, repeats=1, sweep_steps=0)
     setup = Setup()
-    assert plan.runs(parse("dadam:aer"), setup) == [15]
+    assert plan.runs(parse("dadam:aer"), setup) == [5 + 12]  # AER on four nodes repeats after four rounds
+    assert plan.runs(parse("ad-psgd:ring"), setup) == [15]
     assert plan.runs(parse("diloco"), setup) == [8 + 16]
     local = BenchPlan(steps=10, warmup=5, repeats=1, sweep_steps=0, every=4)
-    assert local.runs(parse("diloco"), setup) == local.runs(parse("dadam:aer"), setup) == [8 + 12]
+    assert local.runs(parse("diloco"), setup) == [8 + 12]
+    assert local.runs(parse("dadam:aer"), setup) == [8 + 16]
     assert local.runs(parse("ddp"), setup) == [15]
+    exact = BenchPlan(steps=20, warmup=5, repeats=1, sweep_steps=0, average_every=64)
+    assert exact.runs(parse("dadam:aer:int8"), setup) == [5 + 64]
+    fragments = BenchPlan(steps=20, warmup=5, repeats=1, fragments=8, average_every=64)
+    *sweep, run = fragments.runs(parse("dadam:aer"), setup)
+    assert run == 8 + 64
+    assert set(sweep) == {8 + 32}
+    sizes = fragments.sizes(parse("dadam:aer"), setup)
+    assert [round(setup.model_bytes / (size * 2**20)) for size in sizes if size] == [
+        63,
+        32,
+        16,
+    ]  # a little larger than 1/64
     whole = all_reduced(setup, parse("ddp")).busiest
     assert all_reduced(setup, parse("diloco")).busiest == pytest.approx(whole / 8)
     assert all_reduced(setup, parse("localsgd"), 4).busiest == pytest.approx(whole / 4)

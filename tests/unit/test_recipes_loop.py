@@ -114,6 +114,21 @@ def test_virtual_ddp_keeps_the_buffers_of_the_first_worker(tmp_path):
     assert not any(torch.allclose(got["1.running_mean"], other) for other in means[1:])
 
 
+def test_workers_of_a_node_keep_their_own_buffers(tmp_path):
+    """The model has the mean of its node's workers, each of which continues from its own."""
+    task = Toy(norm=True)
+    first, second = trained(tmp_path / "run", "dadam:ring", task, steps=2, exact_inside=True, lr=1e-12)
+    means = []
+    for worker in range(4):
+        model, stream = task.model(0), task.batches(worker, 4, seed=0)
+        for _ in range(2):
+            model(next(stream)[0])
+        means.append(model[1].running_mean)
+    torch.testing.assert_close(first["1.running_mean"], (means[0] + means[1]) / 2)
+    torch.testing.assert_close(second["1.running_mean"], (means[2] + means[3]) / 2)
+    assert int(first["1.num_batches_tracked"]) == 2
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("exact_inside", [False, True])
 @pytest.mark.parametrize("micro", [1, 2])
@@ -155,9 +170,12 @@ def test_the_choice_restores_all_state_and_avoids_running_statistics(tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("values", [{}, {"exact_inside": True, "ema": 0.9, "batched": "on"}, {"staleness": 1}])
+@pytest.mark.parametrize(
+    "values", [{}, {"exact_inside": True, "ema": 0.9, "batched": "on"}, {"exact_inside": True}, {"staleness": 1}]
+)
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, method, values):
-    task = Toy(dropout=0.0 if values.get("batched") else 0.3)
+    batched = bool(values.get("batched"))
+    task = Toy(dropout=0.0 if batched else 0.3, norm=not batched)
     whole = trained(tmp_path / "whole", method, task, **values)
     config = config_for(method, checkpoint_every=3, **values)
     half = tmp_path / "half"

@@ -231,17 +231,26 @@ def _between_nodes(model: nn.Module, topology: Any, settings: Settings, layout: 
     model is not mixed as a `whole`), because the others are to stay local."""
     if settings.gradients == "worker" or layout.nodes == layout.n:  # a single worker's gradient is its node's
         return None
-    nodes = Layout.of([1] * layout.nodes)
     if settings.gradients == "node":
-        return resolve(topology, nodes)
-    several = layout.nodes > 1 and layout.per_node[0] > 1 and len(set(layout.per_node)) == 1
-    devices = {p.device.type for p in model.parameters()}
-    if not (several and whole) or settings.elastic is not None or settings.asynchronous:
+        return resolve(topology, Layout.of([1] * layout.nodes))
+    between = auto_between_nodes(topology, settings, layout)
+    if between is None or not whole:
         return None
-    if len(devices) > 1 or not devices <= averaged_devices():  # DDP would refuse the model
+    devices = {p.device.type for p in model.parameters()}
+    return between if len(devices) < 2 and devices <= averaged_devices() else None  # else DDP would refuse the model
+
+
+def auto_between_nodes(topology: Any, settings: Settings, layout: Layout) -> Topology | None:
+    """The topology over nodes, if `gradients="auto"` averages the gradients of any model inside each node.
+
+    It does on several equal nodes of several workers, in synchronous jobs whose workers are fixed, with a topology that
+    fits the nodes; else None.
+    """
+    several = layout.nodes > 1 and layout.per_node[0] > 1 and len(set(layout.per_node)) == 1
+    if not several or settings.elastic is not None or settings.asynchronous:
         return None
     try:
-        return resolve(topology, nodes)
+        return resolve(topology, Layout.of([1] * layout.nodes))
     except InputError:  # a topology of a given size, over workers
         return None
 

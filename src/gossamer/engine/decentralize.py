@@ -249,7 +249,7 @@ def _static(worker: _Worker, process_group: ProcessGroup | DeviceMesh | None, br
         assert prepared is not None
         prepared.common = broadcast
         _warn_if_single(prepared, worker.model, workers)
-        _warn_if_anchor_stays(prepared)
+        warn_if_anchor_stays(prepared)
         if broadcast and workers.size > 1:
             _broadcast(prepared, transport)
         policy = prepared.settings.algorithm
@@ -317,7 +317,7 @@ def _warn_if_single(prepared: Prepared, model: nn.Module, workers: WorkerGroup) 
     )
 
 
-def _warn_if_anchor_stays(prepared: Prepared) -> None:
+def warn_if_anchor_stays(prepared: Prepared, *, stacklevel: int = 4) -> None:
     """Warn, on worker 0, if nothing makes exact averages, which a quantized wire needs as anchors."""
     settings, policy = prepared.settings, prepared.settings.algorithm
     if prepared.rank != 0 or prepared.schedule.topology.n == 1 or not wire_named(settings.wire).anchored:
@@ -332,7 +332,7 @@ def _warn_if_anchor_stays(prepared: Prepared) -> None:
         "they are relative to the start of training, and are rounded more coarsely the further training moves away "
         f"from it; pass average_every, for example {type(policy).__name__}(average_every={turn * -(-64 // turn)})",
         GossamerWarning,
-        stacklevel=4,
+        stacklevel=stacklevel,
     )
 
 
@@ -364,7 +364,7 @@ def _elastic(worker: _Worker, broadcast: bool) -> ElasticGossip:
         arrival, prepared, worker.topology, broadcast=broadcast, accelerator=worker.accelerator
     )
     try:
-        _warn_if_anchor_stays(prepared)
+        warn_if_anchor_stays(prepared)
         kind: type[MemberLane] = ElasticAsyncLane if prepared.settings.asynchronous else ElasticLane
         opened = open_lanes(prepared, kind, coordinator.transport, coordinator, worker.writer)
         return ElasticGossip(prepared, opened, coordinator, worker.writer)

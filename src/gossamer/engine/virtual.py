@@ -27,7 +27,7 @@ from gossamer.engine.asynchronous import AsyncLane
 from gossamer.engine.build import open_gossip, prepare
 from gossamer.engine.consistency import agree, describe
 from gossamer.engine.coordinator import Coordinator
-from gossamer.engine.decentralize import starting_values
+from gossamer.engine.decentralize import starting_values, warn_if_anchor_stays
 from gossamer.engine.gossip import Collective, Gossip
 from gossamer.engine.lane import Lane
 from gossamer.engine.policies import Asynchronous, Filter, Settings
@@ -97,6 +97,7 @@ class VirtualCluster:
             for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True))
         ]
         agree([json.dumps(describe(w)) for w in workers])
+        warn_if_anchor_stays(workers[0], stacklevel=3)
         for worker in workers:
             worker.common = broadcast
         if broadcast:

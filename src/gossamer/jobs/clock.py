@@ -19,7 +19,7 @@ from gossamer.predict.cluster import (
 )
 from gossamer.predict.methods import Method, parse
 from gossamer.predict.predict import default_policy, predict, predicted_trace
-from gossamer.predict.simulator import ExchangePolicy
+from gossamer.predict.simulator import ExchangePolicy, Result
 from gossamer.recipes.config import RunConfig, make_config
 from gossamer.recipes.run import write_config
 from gossamer.report.runs import Group
@@ -47,11 +47,7 @@ def simulated_on(source: str | Mapping[str, Any], config: RunConfig) -> tuple[di
 
 def simulated(method: Method, config: RunConfig, cluster: ClusterSpec) -> tuple[dict[str, Any], Trace]:
     """Return the clock of a virtual run, with the predicted step time on the cluster, and a predicted timeline."""
-    setting = _repeated(cluster, config.micro_batches)
-    inside = config.exact_inside and method.algorithm != "ddp"
-    where = setting.resized(Layout.of([1] * len(config.per_node))) if inside else setting
-    policy = _policy(method, config, where)
-    result = predict(method, setting, steps=200, policy=policy, trace_steps=TRACED, exact_inside=inside)
+    result, where = _predicted(method, config, _repeated(cluster, config.micro_batches), steps=200, trace_steps=TRACED)
     clock = {
         "kind": "simulated",
         "cluster": cluster.name,
@@ -61,6 +57,16 @@ def simulated(method: Method, config: RunConfig, cluster: ClusterSpec) -> tuple[
         "waiting": result.waiting,
     }
     return clock, predicted_trace(method, where, result)
+
+
+def _predicted(
+    method: Method, config: RunConfig, cluster: ClusterSpec, *, steps: int, trace_steps: int = 0
+) -> tuple[Result, ClusterSpec]:
+    """Predict a run with this configuration; also return the cluster of what gossips: its workers, or its nodes."""
+    inside = bool(config.exact_inside) and method.algorithm != "ddp"
+    where = cluster.resized(Layout.of([1] * len(config.per_node))) if inside else cluster
+    policy = _policy(method, config, where)
+    return predict(method, cluster, steps=steps, policy=policy, trace_steps=trace_steps, exact_inside=inside), where
 
 
 def _policy(method: Method, config: RunConfig, cluster: ClusterSpec) -> ExchangePolicy:
@@ -105,8 +111,6 @@ def predict_measured(groups: list[Group]) -> None:
     for g in groups:
         content = g.runs[0].content
         config = make_config(content["config"], str(g.runs[0].folder / "config.json"))
-        if config.exact_inside:
-            continue  # the model describes gossip between workers, and all-reduce
         layout = Layout.of(config.per_node)
         cluster = ClusterSpec(
             nodes=layout.nodes,
@@ -116,8 +120,7 @@ def predict_measured(groups: list[Group]) -> None:
             model=ModelSpec(mb=content["parameters"] * 4 / 1e6),
             ddp=DdpSpec(bucket_mb=config.ddp_bucket_mb or 25.0),
         )
-        method = parse(content["method"])
-        predicted = predict(method, cluster, steps=100, policy=_policy(method, config, cluster)).step_time
+        result, _ = _predicted(parse(content["method"]), config, cluster, steps=100)
         for run in g.runs:
-            run.content["predicted_step_seconds"] = predicted
+            run.content["predicted_step_seconds"] = result.step_time
             write_config(run.folder, run.content)

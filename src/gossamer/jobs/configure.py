@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gossamer.errors import InputError
 from gossamer.recipes.config import RunConfig, make_config, read_toml
 from gossamer.recipes.options import TASK_OPTIONS, TASKS, options_type
+
+if TYPE_CHECKING:
+    from gossamer.engine.policies import Settings
+    from gossamer.predict.methods import Method
 
 
 def build_config(
@@ -23,7 +27,8 @@ def build_config(
 
     Later ones override earlier ones; a flag or decision that is None is not set.
 
-    A flag is a key of the configuration or an option of the task.
+    A flag is a key of the configuration or an option of the task. If nothing sets `exact_inside`, it is chosen as
+    `gradients="auto"` would choose.
     """
     values = {**(defaults or {}), **(read_toml(file) if file is not None else {})}
     if task is not None:
@@ -48,7 +53,32 @@ def build_config(
             raise InputError(_misplaced(name, values["task"], list(known)))
     if isinstance(values.get("betas"), str):
         values["betas"] = values["betas"].split(",")
-    return make_config({**values, "options": options, **{k: v for k, v in decided.items() if v is not None}})
+    config = make_config({**values, "options": options, **{k: v for k, v in decided.items() if v is not None}})
+    if config.exact_inside is None:
+        config = config.model_copy(update={"exact_inside": _auto_exact_inside(config)})
+    return config
+
+
+def _auto_exact_inside(config: RunConfig) -> bool:
+    """Return whether `gradients="auto"` would average the gradients of this run exactly inside each node."""
+    from gossamer.engine.build import auto_between_nodes
+    from gossamer.predict.methods import parse
+    from gossamer.topology import Layout
+
+    method = parse(config.method)
+    if method.exact:
+        return False
+    topology, settings = _gossip(method, config)
+    return auto_between_nodes(topology, settings, Layout.of(config.per_node)) is not None
+
+
+def _gossip(method: Method, config: RunConfig) -> tuple[str, Settings]:
+    """Return the topology of a run, and the settings of its gossip."""
+    from gossamer.engine.policies import Settings
+    from gossamer.recipes.methods import gossip_settings
+
+    settings = gossip_settings(method, config)
+    return settings.pop("topology"), Settings.of(**settings)
 
 
 def _misplaced(name: str, task: str, known: list[str]) -> str:
@@ -95,9 +125,9 @@ def check_method(config: RunConfig) -> None:
     """Refuse a method that cannot train as configured, before anything is written."""
     from gossamer.comm.torchft_peer import missing
     from gossamer.engine.build import refuse_unstable
-    from gossamer.engine.policies import Settings, Synchronous
+    from gossamer.engine.policies import Synchronous
     from gossamer.predict.methods import parse
-    from gossamer.recipes.methods import gossip_settings, refuse_unfit
+    from gossamer.recipes.methods import refuse_unfit
     from gossamer.topology import Layout, resolve
     from gossamer.topology.schedule import Schedule
 
@@ -107,9 +137,8 @@ def check_method(config: RunConfig) -> None:
         return
     if method.algorithm == "local" and not config.virtual and (why := missing()) is not None:
         raise InputError(f"{method.name} on processes is torchft's own code, and {why}; or train it with --virtual")
-    settings = gossip_settings(method, config)
-    topology = settings.pop("topology")
-    policy = Settings.of(**settings).algorithm
+    topology, settings = _gossip(method, config)
+    policy = settings.algorithm
     if config.exact_inside and method.asynchronous and not config.virtual:
         raise InputError(
             f"exact_inside gives the workers of a node one replica, and {method.name} needs one per worker; leave it "

@@ -63,8 +63,9 @@ def resume_folder(
 ) -> tuple[RunConfig, Task]:
     """Return the configuration and task of a run that is resumed, with the new number of steps and workers if given.
 
-    `launched` is the number of workers per node that a launcher has started. The run's file is changed only after
-    everything was checked.
+    `launched` is the number of workers per node that a launcher has started. If these workers leave a run that averages
+    gradients exactly inside nodes on a single node, or with one worker per node, all of them gossip from now on. The
+    run's file is changed only after everything was checked.
     """
     before, content = read_config(folder)
     at = latest_in(folder / "checkpoints")
@@ -72,7 +73,9 @@ def resume_folder(
         wrong, right = ("--workers", "--virtual") if before.virtual else ("--virtual", "--workers")
         raise InputError(f"{folder} is a run with {right[2:]}; resume it with {right} N, not with {wrong}")
     places = launched or per_node_from(workers, virtual, per_node) or before.per_node
-    changed = {"steps": before.steps if steps is None else steps, "per_node": tuple(places)}
+    changed: dict[str, Any] = {"steps": before.steps if steps is None else steps, "per_node": tuple(places)}
+    if before.exact_inside and len(before.per_node) > 1 and not 1 < len(places) < sum(places):
+        changed["exact_inside"] = False
     config = make_config({**before.model_dump(), **changed})
     if at >= config.steps:
         raise InputError(f"{folder} has completed all {config.steps} steps; pass a larger --steps to continue")

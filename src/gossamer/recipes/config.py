@@ -83,8 +83,8 @@ class RunConfig(BaseModel):
     """Momentum of the outer step. By default 0.5, for diloco 0.9."""
     fragments: Count = 1
     """Exchange one of so many parts of the model in each step, in turn."""
-    exact_inside: bool = False
-    """Average gradients exactly inside each node (DDP) and gossip parameters between nodes."""
+    exact_inside: bool | None = None
+    """Average gradients exactly inside each node, gossip between nodes. By default where gradients='auto' would."""
     ddp_bucket_mb: Annotated[float, Field(gt=0)] | None = None
     """Size of DDP's buckets in MiB. By default torch's, where a small model is one bucket: no overlap."""
 
@@ -118,7 +118,8 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.exact_inside and len(self.per_node) < 2:
+        # On one node an outer step is left: all-reduce with an outer momentum.
+        if self.exact_inside and len(self.per_node) < 2 and not (self.virtual and self.outer):
             raise ValueError(
                 f"exact_inside gossips between nodes and needs two or more, got per_node {list(self.per_node)}"
             )

@@ -35,8 +35,8 @@ def precision(config: RunConfig) -> AbstractContextManager[Any]:
 class Looped:
     """One forward and one backward pass per batch; each worker has its own random numbers.
 
-    Workers that share a replica behave as under torch's DDP: their gradients are averaged, and the buffers of the first
-    worker are kept.
+    The gradients of workers that share a replica are averaged. Under DDP they also share the buffers of the first
+    worker; in gossip each worker has its own, and the model between steps has their mean.
     """
 
     def __init__(self, task: Task, config: RunConfig):
@@ -46,14 +46,12 @@ class Looped:
         return [self._replica(r, b) for r, b in zip(replicas, batches, strict=True)]
 
     def _replica(self, replica: Replica, batches: Sequence[Sequence[Any]]) -> float:
-        shared = len(replica.members) > 1
-        buffers = list(replica.model.buffers()) if shared else []
-        before = [b.clone() for b in buffers]
-        first: list[Tensor] = []
+        buffers = list(replica.model.buffers()) if len(replica.members) > 1 else []
+        before = replica.buffers or [_copies(buffers)] * len(batches)
+        after = []
         total = 0.0
         for place, own in enumerate(batches):
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+            _write(buffers, before[place])
             torch.set_rng_state(replica.random[place])
             for at, batch in enumerate(own):
                 with replica.no_sync() if at < len(own) - 1 else contextlib.nullcontext():
@@ -62,11 +60,30 @@ class Looped:
                     torch.autograd.backward(loss / (len(own) * len(batches)))
                 total += float(loss.detach()) / (len(own) * len(batches))
             replica.random[place] = torch.get_rng_state()
-            if place == 0:
-                first = [b.clone() for b in buffers]
-        for buffer, value in zip(buffers, first, strict=True):
-            buffer.copy_(value)
+            after.append(_copies(buffers))
+        if replica.gossip is None:
+            _write(buffers, after[0])
+        elif buffers:
+            replica.buffers = after
+            _write(buffers, [_together(same) for same in zip(*after, strict=True)])
         return total
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t.clone() for t in tensors]
+
+
+def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
+
+def _together(values: Sequence[Tensor]) -> Tensor:
+    """Return one buffer for several workers, as `gossip.averaged()` does: the mean, or the maximum of integers."""
+    if all(torch.equal(value, values[0]) for value in values):
+        return values[0]
+    stacked = torch.stack(tuple(values))
+    return stacked.mean(0) if stacked.is_floating_point() or stacked.is_complex() else stacked.amax(0)
 
 
 class _Loss(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class Replica:
     random: list[Tensor]  # the generator state of each member
     workers: int  # of the whole run
     ema: AveragedModel | None
+    buffers: list[list[Tensor]] = field(default_factory=list)
+    """The buffers of each member, where members gossip as one replica in one process; the model has their mean."""
     gossip: gossamer.Gossip | None = None
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
     """A block in which gradients are accumulated without being averaged among workers."""
@@ -65,6 +67,7 @@ class Replica:
             "scheduler": self.scheduler.state_dict(),
             "streams": [s.state_dict() for s in self.streams],
             "random": list(self.random),
+            "buffers": self.buffers,
             "ema": None if self.ema is None else self.ema.state_dict(),
         }
 
@@ -84,6 +87,8 @@ class Replica:
                 position = state["streams"][0]["position"]
                 self.streams[place].load_state_dict({"position": round(position * state["workers"] / self.workers)})
                 self.random[place] = _random(int(self.random[place].sum()) + position)
+        same = state["workers"] == self.workers and state["members"] == list(self.members)
+        self.buffers = state["buffers"] if same else []  # else all members begin with the model's
         if self.ema is not None and state["ema"] is not None:
             self.ema.load_state_dict(state["ema"])
 

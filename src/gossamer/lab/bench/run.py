@@ -8,10 +8,10 @@ gets the same compute times.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,13 @@ from gossamer.lab.cpu import usable_cores
 from gossamer.lab.workers import WorkerFailed, WorkerPool
 from gossamer.predict.compute import Table
 from gossamer.predict.methods import DILOCO_LR, DILOCO_MOMENTUM, Method, parse
+from gossamer.topology import Layout
+from gossamer.topology.resolve import resolve
 from gossamer.trace import Span, Trace, merge
 
 WARMUP = 5
 SWEEP_STEPS, SWEEP_WARMUP = 6, 3
+MOST_BUCKETS = 64  # that a sweep tries
 TRACE_STEPS = 10
 START_SECONDS = 2.0  # estimate for the start of a run: process group, connections, buffers
 Progress = Callable[[str, int, int], None]  # called with the current run, the number of runs done, and their total
@@ -82,11 +85,19 @@ class BenchPlan:
         if self.seed < 0:
             raise InputError(f"the seed must be at least 0, got {self.seed}; pass e.g. 0")
 
-    def steps_of(self, method: Method, steps: int) -> int:
-        """`steps`, rounded up to whole periods of local steps and fragments: every run has its share of exchanges."""
-        fragments = self.fragments if method.package == "gossamer" and method.algorithm == "awc" else 1
-        period = method.local_steps(self.every) * fragments
-        return -(-steps // period) * period
+    def turn(self, method: Method) -> int:
+        """The steps in which every bucket is exchanged once: runs take a multiple of it."""
+        return method.local_steps(self.every) * (self.fragments if _in_rounds(method) else 1)
+
+    def cycle(self, method: Method, setup: Setup) -> int:
+        """The steps after which the load on the links repeats, which is with the topology if it has a short period."""
+        return self.turn(method) * (_period(method, setup) if _in_rounds(method) else 1)
+
+    def measured_steps(self, method: Method, setup: Setup) -> int:
+        """The steps of a repeat: at least `steps`, in whole cycles, or in whole periods of exact averages."""
+        if _in_rounds(method) and self.average_every:
+            return _up(self.steps, math.lcm(self.turn(method), self.average_every))
+        return _up(self.steps, self.cycle(method, setup))
 
     def table(self, setup: Setup) -> Table:
         """Compute times [steps, workers] of a run, warm-up included; a longer run starts over with the first row."""
@@ -97,18 +108,37 @@ class BenchPlan:
         if self.bucket_mb is not None:
             return (self.bucket_mb,)
         counts = self.sweep_buckets if self.sweep_steps else ()
-        if method.package == "gossamer" and method.algorithm == "awc":  # every fragment has equally many buckets
-            counts = tuple(dict.fromkeys(-(-c // self.fragments) * self.fragments for c in counts))
+        if _in_rounds(method):  # of every fragment
+            counts = tuple(c * self.fragments for c in counts if c * self.fragments <= MOST_BUCKETS)
         return bucket_sizes(method, setup, counts)
 
     def runs(self, method: Method, setup: Setup) -> list[int]:
         """The number of steps of each run of a method, warm-up included; with `seconds` only those of the warm-up."""
         tried = len(self.sizes(method, setup))
-        whole = partial(self.steps_of, method)
-        sweep = [whole(SWEEP_WARMUP) + whole(self.sweep_steps)] * (tried if tried > 1 else 0)
-        timeline = [] if self.trace is None else [whole(self.warmup) + whole(TRACE_STEPS)]
-        measured = 0 if self.seconds is not None else whole(self.steps)
-        return sweep + [whole(self.warmup) + measured] * self.repeats + timeline
+        turn, cycle = self.turn(method), self.cycle(method, setup)
+        sweep = [_up(SWEEP_WARMUP, turn) + _up(self.sweep_steps, cycle)] * (tried if tried > 1 else 0)
+        timeline = [] if self.trace is None else [_up(self.warmup, turn) + _up(TRACE_STEPS, turn)]
+        measured = 0 if self.seconds is not None else self.measured_steps(method, setup)
+        return sweep + [_up(self.warmup, turn) + measured] * self.repeats + timeline
+
+
+def _up(steps: int, turn: int) -> int:
+    """`steps`, rounded up to a multiple of `turn`."""
+    return -(-steps // turn) * turn
+
+
+def _in_rounds(method: Method) -> bool:
+    """Whether a method is Gossamer's own and gossips in rounds."""
+    return method.package == "gossamer" and method.algorithm in ("awc", "atc")
+
+
+def _period(method: Method, setup: Setup) -> int:
+    """The rounds after which the topology repeats, if these are few."""
+    try:
+        period = resolve(method.topology or "aer", Layout.of(setup.per_node)).period
+    except InputError:  # the method is refused by its workers, with the reason
+        return 1
+    return period if period <= 8 else 1
 
 
 class _Bench:
@@ -134,15 +164,15 @@ class _Bench:
             method,
             self.setup,
             self.columns,
-            plan.steps,
+            plan.measured_steps(method, self.setup),
             plan.warmup,
             plan.seconds,
             bucket_mb=bucket_mb,
             options=options,
         )
         made = replace(made, **changes)
-        whole = partial(plan.steps_of, method)
-        made = replace(made, steps=whole(made.steps), warmup=whole(made.warmup))
+        turn = plan.turn(method)
+        made = replace(made, steps=_up(made.steps, turn), warmup=_up(made.warmup, turn))
         return replace(made, timeout=self.timeout(made))
 
     def measure(self, what: str, run: MethodRun) -> list[dict[str, Any]]:
@@ -166,7 +196,8 @@ class _Bench:
             return sizes[0], []
         tried: list[dict[str, Any]] = []
         for size in sizes:
-            run = self.method_run(method, size, steps=self.plan.sweep_steps, seconds=None, warmup=SWEEP_WARMUP)
+            steps = _up(self.plan.sweep_steps, self.plan.cycle(method, self.setup))
+            run = self.method_run(method, size, steps=steps, seconds=None, warmup=SWEEP_WARMUP)
             answers = self.measure(f"buckets of {size:.3g} MiB" if size else "default buckets", run)
             tried.append({"bucket_mb": size, "step_ms": 1e3 * step_seconds(answers)})
         best = min(tried, key=lambda t: float(t["step_ms"]))
