@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ LR = 0.05
 class Job:
     """Virtual workers whose gradients the test sets."""
 
-    def __init__(self, n=4, shapes=((6, 5), (40,)), make=gossamer.GossipAdam, **settings):
+    def __init__(self, n=4, shapes=((6, 5), (40,)), make=gossamer.GossipAdam, start=0.0, **settings):
         torch.manual_seed(0)
-        self.models = [nn.ParameterList([torch.zeros(s) for s in shapes]) for _ in range(n)]
+        self.models = [nn.ParameterList([torch.full(s, start) for s in shapes]) for _ in range(n)]
         self.optimizers = [make(m.parameters(), lr=LR) for m in self.models]
         self.cluster = gossamer.VirtualCluster(n)
         self.gossips = self.cluster.decentralize(self.models, self.optimizers, **{"topology": "ring"} | settings)
@@ -46,14 +47,28 @@ def noisy(job, t, signal, noise):
     return gradients
 
 
-def test_the_first_measurement_is_the_ratio_of_the_averaged_square_to_the_own():
-    job = Job()
+@pytest.mark.parametrize(
+    ("decay", "maximize", "cls", "coupled"),
+    [
+        (0.0, False, gossamer.GossipAdam, 0.0),
+        (0.5, False, gossamer.GossipAdam, 0.5),
+        (0.5, True, gossamer.GossipAdam, -0.5),
+        (0.5, False, gossamer.GossipAdamW, 0.0),
+    ],
+)
+def test_the_first_measurement_is_the_ratio_of_the_averaged_square_to_the_own(decay, maximize, cls, coupled):
+    job = Job(make=partial(cls, weight_decay=decay, maximize=maximize), start=3.0)
     first = [noisy(job, 0, 1.0, 0.5)(i) for i in range(4)]
     for t in range(EVERY // 2 + 1):
         assert set(job.optimizers[0]._shares.values()) == {None}  # the steps are Adam's
         job.step((lambda i: first[i]) if t == 0 else noisy(job, t, 1.0, 0.5))
-    averaged = [torch.stack(same).mean(0).square().sum() for same in zip(*first, strict=True)]
-    own = [torch.stack(same).square().sum() / 4 for same in zip(*first, strict=True)]
+        if t == 0:  # weight decay that the moments see is a part of the gradient
+            seen = [
+                [g + coupled * p.detach() for p, g in zip(model, gradients, strict=True)]
+                for model, gradients in zip(job.models, first, strict=True)
+            ]
+    averaged = [torch.stack(same).mean(0).square().sum() for same in zip(*seen, strict=True)]
+    own = [torch.stack(same).square().sum() / 4 for same in zip(*seen, strict=True)]
     pooled = sum(averaged) / sum(own)
     for at, (p, a, o) in enumerate(zip(job.models[0], averaged, own, strict=True)):
         ratio = (p.numel() * a / o + 16 * pooled) / (p.numel() + 16)
@@ -173,14 +188,34 @@ def test_large_parameters_are_sampled():
     assert meter._sample.numel() == 256
 
 
+def test_what_has_no_gradient_is_sampled_as_zero_and_every_layout_in_its_order():
+    job = Job(shapes=((4, 3, 2, 2), (300, 7), (5,)))
+    model, meter = job.models[0], job.gossips[0].lanes[0].meter
+    image, table, _ = gradients = noisy(job, 0, 1.0, 0.5)(0)
+    for p, g in zip(model, [image.to(memory_format=torch.channels_last), table, None], strict=True):
+        p.grad = g
+    meter.look(0)
+    every = table.flatten()[::9]  # of 2100 coordinates at most 256
+    expected = [image.flatten(), every, torch.zeros(256 - len(every)), torch.zeros(5)]
+    assert torch.equal(meter._sample, torch.cat(expected))
+    assert torch.equal(gradients[0], image)
+
+
+IMPLEMENTATIONS = [{}, {"fused": False}, {"foreach": True}, {"fused": True}]
+
+
+@pytest.mark.parametrize("mode", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("beta1", [0.9, 0.0])
 @pytest.mark.parametrize("cls", [gossamer.GossipAdam, gossamer.GossipAdamW])
 @pytest.mark.parametrize("replicas", [4, 16])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_a_step_with_a_measured_share_follows_the_equation(cls, replicas, share):
+def test_a_step_with_a_measured_share_follows_the_equation(cls, replicas, share, beta1, maximize, mode):
     torch.manual_seed(1)
     x = torch.randn(7, 3)
     p = nn.Parameter(x.clone())
-    optimizer = cls([p], lr=LR, betas=(0.9, 0.98), eps=1e-4, weight_decay=0.1, replicas=replicas)
+    settings = {"lr": LR, "betas": (beta1, 0.98), "eps": 1e-4, "weight_decay": 0.1, "maximize": maximize, **mode}
+    optimizer = cls([p], replicas=replicas / 2, discount=2.0, **settings)
     optimizer.set_signal_shares({p: share})
     exact = share + (1 - share) / replicas
     factor = 2 ** (round(8 * math.log2(exact)) / 8)  # eighths of an octave
@@ -191,13 +226,13 @@ def test_a_step_with_a_measured_share_follows_the_equation(cls, replicas, share)
         g = torch.randn(7, 3)
         p.grad = g.clone()
         optimizer.step()
-        g = g.double()
+        g = -g.double() if maximize else g.double()
         if cls is gossamer.GossipAdam:
             g = g + 0.1 * x
         else:
             x = x * (1 - LR * 0.1)
-        m, v = 0.9 * m + 0.1 * g, (1 - forgets) * v + forgets * g * g
-        step = LR * (m / (1 - 0.9**t)) / ((factor * v / (1 - (1 - forgets) ** t)).sqrt() + 1e-4)
+        m, v = beta1 * m + (1 - beta1) * g, (1 - forgets) * v + forgets * g * g
+        step = LR * (m / (1 - beta1**t)) / ((factor * v / (1 - (1 - forgets) ** t)).sqrt() + 1e-4)
         x = x - step
         torch.testing.assert_close(p.detach().double(), x, rtol=1e-5, atol=1e-6)
     assert set(optimizer.state[p]) == {"step", "exp_avg", "exp_avg_sq"}  # those of torch's Adam

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 import gossamer
 from gossamer.errors import InputError
 from gossamer.optim import GossipAdam, GossipAdamW
+from measured import measured
 
 STEPS = 25
 LR, EPS = 0.01, 1e-6
@@ -252,12 +254,13 @@ def test_noise_to_signal_is_right_from_the_first_steps_on(beta2):
     assert opt.noise_to_signal() is None
 
 
+@pytest.mark.parametrize("make", [GossipAdam, partial(measured, GossipAdam)])
 @pytest.mark.parametrize("fused", [None, False])
-def test_a_gradient_that_is_not_finite_reaches_the_parameter(fused):
+def test_a_gradient_that_is_not_finite_reaches_the_parameter(fused, make):
     """As with torch's Adam: an overflow is seen in the parameters instead of vanishing in a clamp."""
     for bad in (math.nan, math.inf, -math.inf):
         x = torch.nn.Parameter(torch.ones(2))
-        opt = GossipAdam([x], replicas=4, fused=fused)
+        opt = make([x], replicas=4, fused=fused)
         x.grad = torch.tensor([bad, 1.0])
         opt.step()
         assert torch.isnan(x[0])

@@ -10,6 +10,7 @@ import torch
 
 from gossamer.optim import AccumAdam, AccumAdamW, GossipAdam, GossipAdamW
 from gossamer.optim import _update as update
+from measured import measured
 
 MODES = [{}, {"foreach": False}, {"foreach": True}, {"fused": True}]
 
@@ -21,6 +22,8 @@ EVERY = pytest.mark.parametrize(
         pytest.param(partial(AccumAdamW, accumulate=4), id="AccumAdamW"),
         pytest.param(partial(GossipAdam, replicas=8), id="GossipAdam"),
         pytest.param(partial(GossipAdamW, replicas=4, discount=2.0), id="GossipAdamW"),
+        pytest.param(partial(measured, GossipAdam, replicas=8), id="GossipAdam-measured"),
+        pytest.param(partial(measured, GossipAdamW, replicas=4, discount=2.0), id="GossipAdamW-measured"),
     ],
 )
 
@@ -133,7 +136,14 @@ def layouts() -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("make", [partial(AccumAdam, accumulate=3), partial(GossipAdam, replicas=8)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(AccumAdam, accumulate=3),
+        partial(GossipAdam, replicas=8),
+        partial(measured, GossipAdam, replicas=8, shares=(0.3,)),
+    ],
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("piece_bytes", [32, 2 << 20])
 def test_any_layout_and_dtype_in_one_group(mode, piece_bytes, make, monkeypatch):
@@ -153,7 +163,9 @@ def test_any_layout_and_dtype_in_one_group(mode, piece_bytes, make, monkeypatch)
         for o in opts:
             o.step()
     for p, q in zip(together, alone, strict=True):
-        torch.testing.assert_close(p.detach(), q.detach())
+        # torch's fused kernel computes bfloat16 in 32 bits, its other functions round every operation
+        rounding = {"rtol": 0.016, "atol": 2e-3} if p.dtype is torch.bfloat16 else {}
+        torch.testing.assert_close(p.detach(), q.detach(), **rounding)
     steps = [int(opt.state[p]["step"]) for p in together]
     assert steps == [7 if isinstance(opt, GossipAdam) else 2] * len(together)
 
@@ -208,16 +220,17 @@ def test_sharded_parameters_step_on_their_shard(tmp_path, make):
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("make", [GossipAdamW, partial(measured, GossipAdamW)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_state_has_the_dtype_of_the_parameter(dtype):
+def test_low_precision_state_has_the_dtype_of_the_parameter(dtype, make):
     """As in torch, with the arithmetic in float32 as in torch's fused kernel."""
     x = torch.nn.Parameter(torch.linspace(-1, 1, 9).to(dtype))
     wide = torch.nn.Parameter(x.detach().float())
-    opts = [GossipAdamW([p], 0.01, eps=1e-4, replicas=4) for p in (x, wide)]
+    opts = [make([p], 0.01, eps=1e-4, replicas=4) for p in (x, wide)]
     for t in range(3):
         x.grad = torch.randn(9, generator=torch.Generator().manual_seed(t)).to(dtype)
         wide.grad = x.grad.float()
         for opt in opts:
             opt.step()
-    assert {opts[0].state[x][key].dtype for key in ("exp_avg", "exp_avg_sq", "signal_sq")} == {dtype}
+    assert {value.dtype for key, value in opts[0].state[x].items() if key not in ("step", "signal_since")} == {dtype}
     torch.testing.assert_close(x.detach().float(), wide.detach(), rtol=0.02, atol=0.01)

@@ -1,6 +1,10 @@
-"""AccumAdam with accumulate=1, and GossipAdam with one replica, are torch's Adam (AdamW), bit by bit."""
+"""AccumAdam with accumulate=1, and GossipAdam with one replica, are torch's Adam (AdamW), bit by bit.
+
+So is GossipAdam where everything was measured to be signal, with a longer memory.
+"""
 
 import copy
+import math
 from functools import partial
 
 import pytest
@@ -8,12 +12,37 @@ import torch
 
 from gossamer.errors import InputError
 from gossamer.optim import AccumAdam, AccumAdamW, GossipAdam, GossipAdamW
+from measured import measured
 
 PAIRS = [
     pytest.param(partial(AccumAdam, accumulate=1), torch.optim.Adam, id="AccumAdam"),
     pytest.param(partial(AccumAdamW, accumulate=1), torch.optim.AdamW, id="AccumAdamW"),
     pytest.param(GossipAdam, torch.optim.Adam, id="GossipAdam"),
     pytest.param(GossipAdamW, torch.optim.AdamW, id="GossipAdamW"),
+    pytest.param(partial(measured, GossipAdam), torch.optim.Adam, id="GossipAdam-measured-alone"),
+    pytest.param(partial(measured, GossipAdamW), torch.optim.AdamW, id="GossipAdamW-measured-alone"),
+]
+REPLICAS = 16
+
+
+def remembering(cls, ps, **settings):
+    """torch's optimizer with the second moment's memory, and the default implementation, of the measured path."""
+    if not {"foreach", "fused"} & set(settings):
+        settings["fused"] = not any(p.is_complex() for g in ps for p in (g["params"] if isinstance(g, dict) else [g]))
+    optimizer = cls(ps, **settings)
+    for group in optimizer.param_groups:
+        if group["params"][0].dtype not in (torch.bfloat16, torch.float16):
+            group["betas"] = (group["betas"][0], 1 - (1 - group["betas"][1]) / math.sqrt(REPLICAS))
+    return optimizer
+
+
+MEASURED = [
+    pytest.param(
+        partial(measured, ours, replicas=REPLICAS, shares=(1.0, None)),
+        partial(remembering, theirs),
+        id=f"{ours.__name__}-measured",
+    )
+    for ours, theirs in ((GossipAdam, torch.optim.Adam), (GossipAdamW, torch.optim.AdamW))
 ]
 MODES = [{}, {"foreach": False}, {"foreach": True}, {"fused": True}]
 
@@ -42,7 +71,7 @@ def groups(ps: list[torch.nn.Parameter]) -> list[dict]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS + MEASURED)
 def test_bit_equal(ours, theirs, mode, maximize, dtype):
     a, b = params(dtype), params(dtype)
     opt_a = ours(groups(a), lr=0.01, eps=1e-4, maximize=maximize, **mode)
@@ -59,7 +88,7 @@ def test_bit_equal(ours, theirs, mode, maximize, dtype):
             assert torch.equal(opt_a.state[x][key], opt_b.state[y][key])
 
 
-@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS + MEASURED)
 def test_bit_equal_with_all_defaults(ours, theirs):
     a, b = params(torch.float32), params(torch.float32)
     opt_a, opt_b = ours(a), theirs(b)
@@ -72,7 +101,7 @@ def test_bit_equal_with_all_defaults(ours, theirs):
 
 
 @pytest.mark.parametrize("mode", [{"foreach": False}, {"foreach": True}])
-@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS + MEASURED)
 def test_complex_parameters(ours, theirs, mode):
     a, b = (torch.nn.Parameter(torch.arange(6).to(torch.complex64).view(2, 3)) for _ in range(2))
     opt_a, opt_b = ours([a], **mode), theirs([b], **mode)
@@ -86,7 +115,7 @@ def test_complex_parameters(ours, theirs, mode):
 
 
 @pytest.mark.parametrize("mode", [{"foreach": False}, {"fused": True}])
-@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS + MEASURED)
 def test_a_tensor_learning_rate(ours, theirs, mode):
     a, b = params(torch.float32), params(torch.float32)
     opt_a = ours(a, lr=torch.tensor(0.02), **mode)

@@ -13,6 +13,7 @@ from gossamer.comm import cost_probe, node_name
 from gossamer.comm.cost_probe import CpuMeter
 from gossamer.comm.link_probe import tournament
 from gossamer.errors import InputError
+from gossamer.jobs import probe
 from gossamer.predict.cluster import from_dict, to_toml
 from gossamer.predict.probed import cluster_from_probe, read_compute, unknown
 from gossamer.topology import Layout
@@ -177,3 +178,13 @@ def test_the_probe_measures_beyond_the_caches_and_with_an_anchor(monkeypatch):
     assert set(made.merge) == set(made.encode) | {"fp32"}
     assert {nbytes for _, nbytes, _ in seen} == {2**26}
     assert all(anchor.id == 0 and anchor.value.numel() * 4 == 2**26 for _, _, anchor in seen)
+
+
+def test_the_update_of_gossipadam_is_the_one_of_static_jobs(monkeypatch):
+    optimizers = []
+    step = gossamer.GossipAdam.step
+    monkeypatch.setattr(gossamer.GossipAdam, "step", lambda self: (optimizers.append(self), step(self))[1])
+    monkeypatch.setattr(probe, "UPDATE_BYTES", 64)
+    assert probe._update("gossipadam") > 0
+    (state,) = optimizers[0].state.values()
+    assert set(state) == {"step", "exp_avg", "exp_avg_sq"}  # no q: the signal is measured

@@ -4,7 +4,7 @@ The squared gradient of a replica is signal plus noise, S + N; the mean of R rep
 `EVERY` steps, or every round if rounds are rarer, each worker takes the same coordinates of its gradient, some of every
 parameter, and their squares. The average of these small vectors over all workers gives S + N/R (the square of the mean)
 and S + N (the mean of the squares), and so each parameter's share of the signal, S / (S + N). An optimizer such as
-GossipAdam computes with it.
+GossipAdam computes with it. Where weight decay is added to the gradient, it is a part of what is sampled, and signal.
 
 Note [Why the signal is measured between workers]
     A worker could compare its gradients of different steps: noise is new in every step, and signal stays. But at the
@@ -15,11 +15,12 @@ Note [Why the signal is measured between workers]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gossamer.comm import Job, Purpose
 from gossamer.engine.policies import Synchronous
@@ -33,6 +34,14 @@ EVERY = 8  # steps between measurements at most, unless rounds are rarer
 SAMPLES = 256  # coordinates of one parameter at most
 MEMORY = 0.85  # of the running means, per measurement
 POOLED = 16.0  # the ratio of all parameters weighs as much as this many coordinates: some parameters have only a few
+
+
+@runtime_checkable
+class CouplesDecay(Protocol):
+    """An optimizer that adds weight decay to the gradient before its moments see it, such as `GossipAdam`."""
+
+    def coupled_decay(self) -> Mapping[Tensor, float]:
+        """By parameter, the λ of the g + λ x that the moments see; only where it is not 0."""
 
 
 class SignalMeter:
@@ -67,7 +76,7 @@ class SignalMeter:
             return None
         parameters = [place.parameter for flat in parts.flats for place in flat.places]
         nodes = parts.schedule.inside
-        sizes = parts.layout.per_node if nodes is not None else [1] * parts.layout.n
+        sizes = parts.layout.per_node if nodes is not None else [1] * parts.schedule.topology.n  # of shards: nodes
         replicas = sum(sizes) ** 2 / sum(size**2 for size in sizes)  # of unequal size: as many equal ones
         slot, slots = parts.shard
         policy = parts.settings.algorithm
@@ -82,14 +91,20 @@ class SignalMeter:
         """Sample the gradients of the step that was just taken, if they are sent beside round k."""
         if not self.average.due(k):
             return
-        parts = []
-        for parameter, stride, count in zip(self.parameters, self._strides, self._counts.tolist(), strict=True):
-            part = torch.zeros(count)
-            if parameter.grad is not None:
-                taken = _local(parameter.grad).flatten()[::stride][:count]
-                part[: taken.numel()] = taken.float().cpu()
-            parts.append(part)
-        self._sample = torch.cat(parts) if parts else self._sample
+        decays = self.optimizer.coupled_decay() if isinstance(self.optimizer, CouplesDecay) else {}
+        taken = [self._take(at, decays.get(parameter, 0.0)) for at, parameter in enumerate(self.parameters)]
+        if taken:
+            self._sample = torch.cat(taken).cpu()  # an accelerator is waited for once
+
+    def _take(self, at: int, decay: float) -> Tensor:
+        """The sampled coordinates of g + `decay` x; the step that x has made since g was taken does not matter."""
+        parameter, stride, count = self.parameters[at], self._strides[at], int(self._counts[at])
+        if parameter.grad is None:
+            return torch.zeros(count, device=parameter.device)
+        sample = _local(parameter.grad).flatten()[::stride][:count].float()
+        if decay:
+            sample = sample.add(_local(parameter).flatten()[::stride][:count].float(), alpha=decay)
+        return pad(sample, (0, count - sample.numel()))
 
     @torch.no_grad()
     def at_launch(self, k: int) -> None:

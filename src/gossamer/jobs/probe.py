@@ -114,6 +114,7 @@ def _update(name: str) -> float:
     elif name == "gossipadam":
         optimizer = gossamer.GossipAdam([parameter], lr=0.0)
         optimizer.set_replicas(2)
+        optimizer.set_signal_shares({parameter: 0.5})  # the update of static jobs
     else:
         optimizer = gossamer.AccumAdam([parameter], lr=0.0)
     return statistics.median(_timed(optimizer.step) for _ in range(5))

@@ -79,6 +79,10 @@ class AdamBase(Optimizer):
     def _check(self, group: Group) -> None:
         """Raise InputError if a setting is out of range."""
         lr, betas = group["lr"], group["betas"]
+        if group.get("amsgrad"):
+            raise InputError(
+                f"amsgrad is True, but {type(self).__name__} keeps no maximum of the second moment: leave amsgrad out."
+            )
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise InputError(f"lr has {lr.numel()} elements, but a tensor lr has one: pass a float or a scalar.")
         if not lr >= 0:
@@ -144,11 +148,11 @@ class AdamBase(Optimizer):
         )
 
 
-def slot(param: Tensor, state: State, extra: str) -> list[Tensor]:
-    """[x, g, m, v, state[extra]] as plain real tensors."""
+def slot(param: Tensor, state: State, *extra: str) -> list[Tensor]:
+    """[x, g, m, v] and state[extra] as plain real tensors."""
     grad = param.grad
     assert grad is not None
-    tensors = [param, grad, state["exp_avg"], state["exp_avg_sq"], state[extra]]
+    tensors = [param, grad, state["exp_avg"], state["exp_avg_sq"], *(state[name] for name in extra)]
     if type(grad) is not Tensor and hasattr(grad, "to_local"):  # sharded (DTensor): the update is elementwise
         tensors = [t.to_local() for t in tensors]
     return [torch.view_as_real(t) for t in tensors] if param.is_complex() else tensors

@@ -16,7 +16,7 @@ _CPU_SMALL_BYTES = 64 << 10
 _DEVICE_PIECE_BYTES = 64 << 20
 
 Slot = list[Tensor]
-"""[x, g, m, v, s] of a parameter, s being the optimizer's own tensor, all real and of one shape."""
+"""[x, g, m, v] of a parameter and s, the optimizer's own tensor if it has one, all real and of one shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +120,37 @@ def accum_adam(slots: Numbered, count: int, length: int, hyper: Hyper) -> None:
     scratches: Scratches = {}
     for piece in _pieces(rest):
         _accum_adam(piece, *_scratch_moments(piece, scratches), count, length, hyper)
+
+
+def fused_adam(slots: Numbered, hyper: Hyper) -> None:
+    """Adam's step on slots [x, g, m, v] and their counters, by torch's fused kernel."""
+    params, grads, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*(slot for slot, _ in slots), strict=True))
+    steps = [step for _, step in slots]
+    torch._foreach_add_(steps, 1)
+    update = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
+    update(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        lr=hyper.lr,
+        beta1=hyper.beta1,
+        beta2=hyper.beta2,
+        weight_decay=hyper.weight_decay,
+        eps=hyper.eps,
+        amsgrad=False,
+        maximize=hyper.maximize,
+    )
+
+
+def for_fused_adam(tensors: Slot) -> Slot | None:
+    """The tensors as torch's fused kernel on CPU needs them, which walks memory and ignores strides; None if it cannot
+    take them."""
+    dtype = tensors[0].dtype
+    plain = all(t.is_cpu and t.dtype is dtype and type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+    return _in_memory_order(tensors) if plain else None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ class AccumAdam(AdamBase):
     moments grows s-fold in steps; `"step"` uses β^s instead, which keeps their time constant in steps.
 
     `foreach` and `fused` choose the implementation as in torch. If neither is given, `accumulate=1` leaves the
-    choice to torch, and a longer accumulation takes the fastest one: see Note [When the native kernels run].
+    choice to torch, and a longer accumulation takes the fastest one: see Note [When native kernels run]. amsgrad is
+    refused.
 
     State of a parameter: `exp_avg` (m̂), `exp_avg_sq` (v̂) and `step` (finished accumulations) as torch's Adam
     names them, so its checkpoints load; `grad_sum` (s·b), `accumulated` (how many gradients it holds; the sum
@@ -49,6 +50,7 @@ class AccumAdam(AdamBase):
         foreach: bool | None = None,
         fused: bool | None = None,
         maximize: bool = False,
+        amsgrad: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -60,6 +62,7 @@ class AccumAdam(AdamBase):
             "foreach": foreach,
             "fused": fused,
             "maximize": maximize,
+            "amsgrad": amsgrad,
         }
         super().__init__(params, defaults)
 
@@ -126,6 +129,7 @@ class AccumAdamW(AccumAdam):
         foreach: bool | None = None,
         fused: bool | None = None,
         maximize: bool = False,
+        amsgrad: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -138,4 +142,5 @@ class AccumAdamW(AccumAdam):
             foreach=foreach,
             fused=fused,
             maximize=maximize,
+            amsgrad=amsgrad,
         )

@@ -12,8 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from gossamer.errors import InputError
 from gossamer.optim._base import AdamBase, Group, Members, State, slot
-from gossamer.optim._native import fits
-from gossamer.optim._update import Corrected, gossip_adam
+from gossamer.optim._update import Corrected, for_fused_adam, fused_adam, gossip_adam
 
 _MEMORY = 0.1  # the share of its memory that q must hold before it corrects anything
 _ULPS = 3  # units in the last place that two roundings cost at most
@@ -45,9 +44,12 @@ class GossipAdam(AdamBase):
     `replicas` to fix the number instead. `discount` > 1 discounts the noise further than all-reduce does, which makes
     a different optimizer than Adam, under all-reduce and in a single process too. Both can be set per group.
 
-    κ = 1 is `torch.optim.Adam`, by torch's own functions and bit by bit, and so is `betas[0] = 0`, which leaves no
-    momentum to tell signal from noise by. `foreach` and `fused` choose the implementation as in torch while κ = 1,
-    otherwise see Note [When the native kernels run]. amsgrad is refused.
+    κ = 1 is `torch.optim.Adam`, by torch's own functions and bit by bit. Where nothing is measured, so is
+    `betas[0] = 0`, which leaves no momentum to tell signal from noise by. `foreach` and `fused` choose the
+    implementation as in torch while κ = 1. Where the signal is measured they do as well, and tensors on CPU that are
+    dense in memory take torch's fused kernel by default. Otherwise see Note [When native kernels run].
+
+    amsgrad is refused.
 
     State of a parameter: `exp_avg`, `exp_avg_sq` and `step` as in torch's Adam, so checkpoints load in both
     directions, see Note [With which β2 v is normalized]; where nothing is measured also `signal_sq` (q), and
@@ -68,6 +70,8 @@ class GossipAdam(AdamBase):
     #     times as many steps as in one replica. The replica's v forgets the last such gradient before the next one
     #     comes, grows anew with every one, and so makes the step too small. The same number of gradients would need κ
     #     times the memory; √κ follows training faster. benchmarks/quality_causes.py compares it with Adam's memory.
+    #     A v of less than 4 bytes per number keeps the group's β2: in bfloat16, increments below a part in 2^9 are
+    #     rounded away, so with (1 − β2)/√κ = 2.5e-4 and gradients of one size v stops growing at a tenth of g².
 
     # Note [With which β2 v is normalized]
     #     V = v / (1 − β^t) needs the β that v was built with, and that changes: where the signal is measured it depends
@@ -92,6 +96,7 @@ class GossipAdam(AdamBase):
         foreach: bool | None = None,
         fused: bool | None = None,
         maximize: bool = False,
+        amsgrad: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -103,6 +108,7 @@ class GossipAdam(AdamBase):
             "foreach": foreach,
             "fused": fused,
             "maximize": maximize,
+            "amsgrad": amsgrad,
         }
         self._replicas = 1.0
         self._built_with: dict[Tensor, float] = {}  # β of a parameter's v, where it is not the group's β2
@@ -140,6 +146,18 @@ class GossipAdam(AdamBase):
             if share is not None and not 0 <= share <= 1:
                 raise InputError(f"a share of the signal is {share!r}, but it is a part of the whole: pass 0 to 1.")
         self._shares = dict(shares)
+
+    def coupled_decay(self) -> dict[Tensor, float]:
+        """By parameter, the λ of the g + λ x that the moments see; only where it is not 0.
+
+        With `maximize` it is negative, so that g + λ x is what the moments see up to its sign.
+        """
+        decays: dict[Tensor, float] = {}
+        for group in () if self.decoupled else self.param_groups:
+            if group["weight_decay"] != 0:
+                decay = -group["weight_decay"] if group["maximize"] else group["weight_decay"]
+                decays |= dict.fromkeys(group["params"], float(decay))
+        return decays
 
     def kappa(self, group: Group, parameter: Tensor | None = None) -> float:
         """κ of a parameter group: the number of gradients whose mean the group's second moment describes.
@@ -228,14 +246,10 @@ class GossipAdam(AdamBase):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_replicas": self._replicas, "_built_with": self._built_with, "_local": self._local}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), **own, "_shares": dict(self._shares)}
 
     def _check(self, group: Group) -> None:
         super()._check(group)
-        if group.get("amsgrad"):
-            raise InputError(
-                "amsgrad is True, but the maximum of a noise-corrected second moment is not defined: leave amsgrad out."
-            )
         if group["replicas"] is not None:
             _check_replicas(group["replicas"])
         if not _at_least_one(group["discount"]):
@@ -259,9 +273,9 @@ class GossipAdam(AdamBase):
         for _, state in measured + plain:  # a q that misses steps would be wrong when it is used again
             state.pop("signal_sq", None)
             state.pop("signal_since", None)
-        self._normalize(measured, group, _longer(group["betas"], kappa)[1])
         self._normalize(others, group, None)
-        self._measured_step(measured, group, kappa)
+        if measured:
+            self._measured_step(measured, group, kappa)
         if plain:
             self._adam_step(plain, group)
             return
@@ -303,22 +317,37 @@ class GossipAdam(AdamBase):
         The factor is rounded to eighths of an octave, so that many parameters take a step together; that changes a
         step by at most 2.2 %.
         """
-        together: dict[int, Members] = {}
+        together: dict[tuple[torch.dtype, int], Members] = {}
         for param, state in members:
             share = self._shares[param]
             factor = 1.0 if share is None else share + (1 - share) / kappa
-            together.setdefault(round(8 * math.log2(factor)), []).append((param, state))
-        for eighths, part in together.items():
+            key = (state["exp_avg_sq"].dtype, round(8 * math.log2(factor)))
+            together.setdefault(key, []).append((param, state))
+        for (dtype, eighths), part in together.items():
+            short = dtype.itemsize < (8 if dtype.is_complex else 4)
+            betas = group["betas"] if short else _longer(group["betas"], kappa)
+            self._normalize(part, group, None if short else betas[1])
             root = 2 ** (eighths / 16)
-            scaled = {**group, "lr": group["lr"] / root, "eps": group["eps"] / root}
-            scaled["betas"] = _longer(group["betas"], kappa)
+            scaled = {**group, "betas": betas, "lr": group["lr"] / root, "eps": group["eps"] / root}
             if self.decoupled:
                 scaled["weight_decay"] = group["weight_decay"] * root  # the parameters shrink at the learning rate
-            tensors = [t for param, state in part for t in slot(param, state, "exp_avg")]
-            real = not any(param.is_complex() for param, _ in part)
-            if real and self._hyper(group, group["betas"]).may_be_native and fits(tensors):
-                scaled["fused"] = all(t.is_contiguous() for t in tensors) or None  # the kernel ignores strides
-            self._adam_step(part, scaled)
+            self._adam_step_fused_by_default(part, scaled)
+
+    def _adam_step_fused_by_default(self, members: Members, group: Group) -> None:
+        """Adam's own step, by torch's fused kernel where it runs on CPU and the group does not choose another one."""
+        hyper = self._hyper(group, group["betas"])
+        fused: list[tuple[list[Tensor], Tensor]] = []
+        rest: Members = []
+        for param, state in members:
+            tensors = for_fused_adam(slot(param, state)) if hyper.may_be_native else None
+            if tensors is None:
+                rest.append((param, state))
+            else:
+                fused.append((tensors, state["step"]))
+        if fused:
+            fused_adam(fused, hyper)
+        if rest:  # on CPU the fused kernel is not for them, also if the group asks for it
+            self._adam_step(rest, {**group, "fused": None} if rest[0][0].is_cpu else group)
 
     def _corrected(self, group: Group, step: float, since: int, kappa: float) -> Corrected:
         beta1, beta2 = group["betas"]
@@ -357,6 +386,7 @@ class GossipAdamW(GossipAdam):
         foreach: bool | None = None,
         fused: bool | None = None,
         maximize: bool = False,
+        amsgrad: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -369,6 +399,7 @@ class GossipAdamW(GossipAdam):
             foreach=foreach,
             fused=fused,
             maximize=maximize,
+            amsgrad=amsgrad,
         )
 
 
