@@ -69,6 +69,43 @@ def test_preset_and_methods(run):
     assert "saving" in run("simulate --cluster a40 --methods ddp,dadam:ring --steps 50")
 
 
+def test_exact_averages_are_charged_as_asked(run, tmp_path):
+    path = cluster_file(tmp_path / "c.toml", 0.05)
+
+    def one(line):
+        return run(f"simulate --cluster {path} --steps 64 {line} --json")
+
+    plain, averaged = one("--method dadam:aer"), one("--method dadam:aer --average-every 4")
+    assert averaged["step_time"] > plain["step_time"]
+    # 2 nodes of 2: a round of AER crosses every other time; an exact average sends 1.5 models in place of every fourth
+    assert plain["bytes_between"] == pytest.approx(10e6 * plain["exchanges_per_step"], rel=0.5)
+    assert averaged["bytes_between"] == pytest.approx(0.75 * plain["bytes_between"] + 1.5 * 10e6 / 4)
+    assert one("--method dadam:aer --every 4 --average-every 4")["bytes_between"] == pytest.approx(1.5 * 10e6 / 4)
+    assert one("--method dadam:aer --fragments 2")["bytes_between"] == pytest.approx(plain["bytes_between"] / 2)
+    assert one("--method ddp")["bytes_between"] == pytest.approx(1.5 * 10e6)
+    assert one("--method diloco --every 8")["bytes_between"] == pytest.approx(1.5 * 10e6 / 8)
+    coarse = one("--method dadam:aer:int8")
+    assert "no exact averages are charged" in coarse["notes"][0]
+    assert coarse["bytes_between"] == pytest.approx(plain["bytes_between"] * (1 + 2 / 128) / 4)
+    fresh = one("--method dadam:aer:int8 --average-every 64")
+    assert "notes" not in fresh
+    assert fresh["bytes_between"] > coarse["bytes_between"]
+    slow = one("--method dadam:ring --every 2")
+    assert slow["contraction"] == pytest.approx(one("--method dadam:ring")["contraction"] ** 0.5)
+    pairs = one("--method ad-psgd:ring")
+    assert pairs["contraction"] is None
+    assert one("--method ad-psgd:ring --average-every 4")["bytes_between"] == pairs["bytes_between"]
+    assert run(f"{ABSTRACT} --method dadam:aer --steps 20 --json")["bytes_between"] is None
+    text = run(f"simulate --cluster {path} --method dadam:aer:int8 --steps 20")
+    assert "MB sent" in text
+    assert "Note: int8" in text
+
+
+def test_a_peer_package_keeps_its_own_frequency(run):
+    line = "simulate --cluster a40 --nodes 2 --per-node 2 --method decent-dp:aer --steps 20"
+    assert run(f"{line} --every 4 --average-every 8 --json")["step_time"] == run(f"{line} --json")["step_time"]
+
+
 def test_files(run, tmp_path):
     trace, page, picture = tmp_path / "t.json", tmp_path / "t.html", tmp_path / "t.svg"
     run(f"{ABSTRACT} --method dadam:aer --steps 50 --trace-steps 4 --trace {trace} --html {page} --plot {picture}")
@@ -102,6 +139,9 @@ def test_scaling(run, tmp_path):
         (f"{ABSTRACT} --model-mb 3", "needs --cluster"),
         (f"{ABSTRACT} --plot t.bmp", "ends in .html"),
         (f"{ABSTRACT} --every 0", "every must be at least 1"),
+        (f"{ABSTRACT} --average-every -1", "--average-every must not be negative"),
+        (f"{ABSTRACT} --average-every 10 --every 4", "must be a multiple of --every 4, got 10; pass 8"),
+        (f"{ABSTRACT} --average-every 4 --every 4 --fragments 2", "pass at least 8"),
         (f"{ABSTRACT} --steps 1", "at least 10 steps"),
         (f"{ABSTRACT} --steps 2000000000", "too many to simulate"),
         (f"{ABSTRACT} --every 1000000000", "too many to simulate"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from gossamer import InputError
 from gossamer.cli import main
+from gossamer.predict.gaps import GAPS
 from gossamer.predict.methods import parse
 from gossamer.predict.quality import REGIMES, predict_quality
 from gossamer.recipes.config import make_config
@@ -252,6 +254,26 @@ def test_bad_input_of_advise_is_one_sentence(words, message, tmp_path, capsys):
 )
 def test_regimes(scale, regime):
     assert predict_quality(scale, 1.0, 16.0).regime.name == regime
+
+
+def test_the_range_of_the_present_records_has_their_gaps_and_the_others_include_it(request):
+    def gap(replicas):
+        means = [g.mean for g in GAPS if (g.replicas, g.topology, g.algorithm) == (replicas, "aer", "awc")]
+        return (round(min(means), 2), round(max(means), 2))
+
+    (present,) = [regime for regime in REGIMES if regime.recorded]
+    assert (present.workers.gap, present.nodes.gap) == (gap(16), gap(4))
+    for regime in REGIMES:
+        for own, known in ((regime.workers.gap, gap(16)), (regime.nodes.gap, gap(4))):
+            assert own is None or (own[0] <= known[0] and own[1] >= known[1])
+    for name in present.records:  # their runs measured the noise scale
+        file = request.config.rootpath / "benchmarks" / "records" / name / "record.json"
+        results = json.loads(file.read_text(encoding="utf-8"))["results"]
+        for setting in ("gossipadam:aer", "gossipadam:aer inside"):
+            rows = [[row[1] or math.inf for row in run["noise"]] for run in results[setting]["runs"]]
+            _, _, replica, everyone = results[setting]["runs"][0]["noise"][0]
+            scale = statistics.median(statistics.median(row) for row in rows)
+            assert predict_quality(scale, replica, everyone).regime is present
 
 
 def test_one_replica_is_all_reduce():

@@ -10,18 +10,19 @@ import torch
 import gossamer
 from gossamer.cli import main
 from gossamer.engine.policies import Settings
-from gossamer.predict import changes
+from gossamer.predict import changes, choices, evidence, gaps
 from gossamer.predict.advise import advise
 from gossamer.predict.choices import Choice
 from gossamer.predict.cluster import from_dict, load
 from gossamer.predict.costs import ClusterCosts
-from gossamer.predict.evidence import quality_factor
+from gossamer.predict.evidence import averages_factor, has_record, quality_factor
+from gossamer.predict.gaps import Extra
 from gossamer.predict.methods import WIRES, parse
 from gossamer.predict.paste import lines
 from gossamer.predict.predict import predict
 from gossamer.predict.presets import PRESETS
 from gossamer.predict.quality import predict_quality
-from gossamer.topology import Layout, build, entries
+from gossamer.topology import Layout, analyze, build, entries
 
 COSTS = {
     "encode_gb_per_s": {"bf16": 4.0, "fp16": 2.0, "int8": 0.6},
@@ -158,7 +159,7 @@ def test_everything_is_ranked_by_its_score(run):
     assert {r["every"] for r in table} >= {1, 2, 4, 8, 16, 32}
     assert {r["staleness"] for r in table} == {0, 1, 2}
     assert {r["fragments"] for r in table} == {1, 2, 4, 8}
-    assert any(r["outer"] for r in table)
+    assert not any(r["outer"] for r in table)  # no record says what outer steps cost
     assert {r["options"].get("bucket_mb") for r in table if r["algorithm"] == "ddp"} == {None, 10, 100}
     for r in table:
         if r["algorithm"] in ("ddp", "awc", "atc"):
@@ -203,9 +204,12 @@ def test_exact_averages_that_are_asked_for_are_charged_on_any_wire():
 
 def test_the_threshold_is_the_users(run, tmp_path):
     (tmp_path / "c.toml").write_text(gossamer_toml(described(gbps=1.0)))
-    gain = run(f"advise {tmp_path / 'c.toml'} --steps 30 --json")["recommendation"]["best_gossip_gain"]
+    got = run(f"advise {tmp_path / 'c.toml'} --steps 30 --json")
+    gain = got["recommendation"]["best_gossip_gain"]
     assert 0.02 < gain < 0.9
-    for worth, verdict in ((gain - 0.01, "gossip"), (gain + 0.01, "keep DDP")):
+    scores = {ddp: min(r["score"] for r in got["table"] if (r["algorithm"] == "ddp") == ddp) for ddp in (True, False)}
+    most = 1 - scores[False] / scores[True]  # the recommended choice may be another one, which loses less at worst
+    for worth, verdict in ((gain - 0.01, "gossip"), (most + 0.01, "keep DDP")):
         got = run(f"advise {tmp_path / 'c.toml'} --steps 30 --worth {worth} --json")["recommendation"]
         assert got["verdict"] == verdict
 
@@ -241,7 +245,7 @@ def test_without_costs_a_thin_link_is_offered_a_coarser_wire():
 
 
 def test_a_gain_from_jitter_is_called_that():
-    cluster = described(gbps=100, nodes=8, per_node=1, jitter="gaussian:0.3", mb=1)
+    cluster = described(gbps=100, nodes=4, per_node=1, jitter="gaussian:0.5", mb=1)
     found = advise(cluster, steps=60).recommendation
     assert found["verdict"] == "gain is jitter only"
     assert found["method"].startswith("ddp")  # the jitter is only described
@@ -280,8 +284,10 @@ def test_very_thin_links_are_offered_fragments_and_local_steps_together():
     both = [r for r in advice.table if r.choice.fragments > 1 and r.choice.every > 1]
     assert both, "no row has fragments and local steps"
     for r in advice.table:
-        unusual = r.choice.every > 1 or r.choice.fragments > 1 or r.choice.outer
-        assert ("none of which has local steps" in r.quality.evidence) == unusual
+        for number, words in ((r.choice.every, "local steps"), (r.choice.fragments, "fragments")):
+            assert (words in r.quality.evidence) == (number > 1)
+        if r.choice.every > 1 or r.choice.fragments > 1:
+            assert r.quality.basis in ("beyond", "assumed")
     alone = {(str(r.choice.method), r.choice.fragments): r for r in advice.table if r.choice.every == 1}
     for r in both:
         assert r.bytes_between < alone[str(r.choice.method), r.choice.fragments].bytes_between
@@ -301,21 +307,160 @@ def test_local_steps_of_other_packages_are_ranked_but_not_recommended():
     assert not advice.recommendation["method"].startswith(("localsgd", "diloco"))
 
 
-def test_quality_factor():
-    def factor(**given):
-        return quality_factor(**{"replicas": 4, "rounds": 2, **given})
+def test_a_better_score_of_another_package_is_said(run, tmp_path, monkeypatch):
+    cluster = described(gbps=0.01, nodes=4, mb=100)
+    found = advise(cluster, steps=20)
+    best = min((r for r in found.table if r.choice.local), key=lambda r: r.score)
+    assert best.score > found.recommendation["score"]
+    assert not any("torchft" in note for note in found.notes)
+    good = (Extra("diloco", 32, 0.0, "a-record"),)
+    monkeypatch.setattr(evidence, "EXTRAS", good)
+    monkeypatch.setattr(choices, "coarser", lambda choice: [])
+    monkeypatch.setattr("gossamer.predict.advise.coarser", lambda choice: [])
+    monkeypatch.setattr("gossamer.predict.advise.refined", lambda cluster, choice: [])
+    found = advise(cluster, steps=20)
+    (note,) = [note for note in found.notes if "torchft" in note]
+    assert note.startswith("diloco (every=32) of torchft, which is not recommended here")
+    assert "records a-record" in note
+    assert not found.recommendation["method"].startswith("diloco")
 
+
+def test_every_row_shows_what_its_quality_is_based_on(run):
+    text = run("advise a40 --nodes 4 --per-node 4 --steps 20")
+    assert "by: a record that measured it" in text.replace("\n", " ")
+    for method, basis in (("ddp", "measured"), ("ddp:bf16", "assumed"), ("localsgd", "beyond")):
+        (row,) = [line for line in text.splitlines() if line.startswith(f" {method}  ")]
+        assert basis in row.split()
+
+
+# -- the quality ------------------------------------------------------------------------------------------------------
+
+
+def factor(**given):
+    return quality_factor(**{"replicas": 4, "rounds": 2, "topology": "one-peer-exponential", **given})
+
+
+NODES = {"replicas": 4, "rounds": 4, "topology": "aer"}
+WORKERS = {"replicas": 16, "rounds": 4, "topology": "aer"}
+
+
+def test_quality_factor():
     assert quality_factor(replicas=1, rounds=1).value == 1
-    assert 1 < factor().value < factor(rounds=4).value < factor(replicas=16, rounds=4).value < 1.4
+    complete = factor(rounds=1, topology="complete").value
+    assert 1 < complete < factor().value < factor(**NODES).value < factor(**WORKERS).value < 1.6
     assert factor(rounds=200).value > factor(rounds=20).value
-    assert factor(wire="int8").value > factor(wire="bf16").value
-    assert factor().evidence == "records quality-signal-*"
-    assert "extrapolated" in factor(rounds=200).evidence
-    assert "none of which has local steps" in factor(every_step=False).evidence
-    assert factor(every_step=False).high > factor().high
+    assert factor(replicas=64).value > factor(replicas=16).value
+    assert factor(replicas=2, rounds=1).value > 1
     assert factor(rounds=None).high <= 4
-    own = predict_quality(100.0, 32, 128)
-    assert "noise scale of your run" in factor(noise=own).evidence
+    for replicas in (2, 3, 4, 7, 16, 100):
+        values = [factor(replicas=replicas, rounds=r, topology="ring").value for r in (1, 1.5, 2, 3, 4, 5, 8, 64)]
+        assert values == sorted(values)
+        assert values[0] >= 1
+
+
+@pytest.mark.parametrize(
+    ("given", "basis", "words"),
+    [
+        ({}, "measured", "records quality-signal-*"),
+        (NODES, "measured", "records quality-signal-*"),
+        (WORKERS, "measured", "records quality-signal-*"),
+        ({"rounds": 1, "topology": "complete"}, "measured", "records quality-signal-*"),
+        ({**WORKERS, "algorithm": "atc"}, "measured", "records quality-signal-*"),
+        ({**NODES, "algorithm": "atc"}, "between", "interpolated from records quality-signal-*"),
+        ({"topology": "ring"}, "between", "interpolated from records quality-signal-*"),
+        ({"replicas": 64}, "beyond", "extrapolated from records quality-signal-*"),
+        ({"rounds": 200}, "beyond", "extrapolated from records quality-signal-*"),
+        ({"wire": "bf16"}, "assumed", "records quality-signal-*; bf16 is assumed to cost 0%"),
+        ({"wire": "int4"}, "assumed", "records quality-signal-*; int4 is assumed to cost 2%"),
+        (
+            {"algorithm": "a2cid2"},
+            "assumed",
+            "interpolated from records quality-signal-*; a2cid2 is assumed to cost 10%",
+        ),
+        (
+            {"settings": [("every", 8), ("fragments", 2)], "apart": 16.0},
+            "beyond",
+            "extrapolated from records quality-signal-*, none of which has local steps or fragments",
+        ),
+    ],
+)  # fmt: skip
+def test_a_factor_says_what_it_is_based_on(given, basis, words):
+    found = factor(**given)
+    assert (found.basis, found.evidence) == (basis, words)
+
+
+def test_mixing_after_the_step_has_the_share_that_was_measured():
+    ratio = (factor(**WORKERS, algorithm="atc").value - 1) / (factor(**WORKERS).value - 1)
+    assert 0.25 < ratio < 0.6
+    slow = [factor(replicas=16, rounds=76, topology="ring", algorithm=a).value - 1 for a in ("atc", "awc")]
+    assert slow[0] / slow[1] > ratio  # what slow averages cost stays
+
+
+def test_rarer_exchanges_follow_the_rule_until_a_record_has_them(monkeypatch):
+    ruled = factor(settings=[("every", 16)], apart=16.0)
+    assert ruled.value > factor().value
+    assert not has_record("outer")
+    made = (
+        Extra("every", 4, 0.02, "thin-quality-*"),
+        Extra("every", 16, 0.06, "thin-quality-*"),
+        Extra("outer", 16, -0.01, "thin-quality-*"),
+        Extra("diloco", 8, 0.2, "thin-quality-*"),
+    )
+    monkeypatch.setattr(evidence, "EXTRAS", made)
+
+    def extra(every, *more):
+        found = factor(settings=[("every", every), *more], apart=float(every))
+        assert "thin-quality-*" in found.evidence
+        return found.value - factor().value
+
+    assert has_record("outer")
+    assert [extra(k) for k in (2, 4, 8, 16, 32)] == pytest.approx([0.01, 0.02, 0.04, 0.06, 0.08])
+    assert extra(16, ("outer", 16)) == pytest.approx(0.05)
+    assert factor(settings=[("every", 4)], apart=4.0).basis == "between"
+    partly = factor(settings=[("every", 4), ("fragments", 2)], apart=8.0)
+    assert "none of which has fragments" in partly.evidence
+    assert partly.value == factor(settings=[("fragments", 8)], apart=8.0).value
+    assert averages_factor("diloco", 8, 16).value == pytest.approx(1.2)
+    assert averages_factor("localsgd", 16, 16).value > averages_factor("localsgd", 8, 16).value > 1
+
+
+@pytest.mark.parametrize("given", [{}, NODES, WORKERS, {**WORKERS, "algorithm": "atc"}], ids=str)
+@pytest.mark.parametrize("scale", [0.5, 20.0, 300.0, 1e5])
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_noise_of_a_run_only_widens_what_the_records_say(scale, inside, given):
+    """An older record knows other noise scales: a single seed of it must not make gossip as good as all-reduce."""
+    own = predict_quality(scale, 32 if inside else 8, 128, exact_inside=inside)
+    told, known = factor(**given, noise=own), factor(**given)
+    assert told.value == known.value > 1
+    assert told.low <= known.low
+    assert told.high >= known.high
+    assert own.regime.name in told.evidence
+    assert (told.basis == known.basis) == (own.regime.name == "noise in every replica")
+
+
+def test_settings_without_records_are_named_with_a_noise_scale_too():
+    own = predict_quality(300.0, 32, 128)
+    found = factor(noise=own, settings=[("every", 32), ("fragments", 8)], apart=256.0)
+    assert "none of which has local steps or fragments" in found.evidence
+    assert found.basis == "beyond"
+
+
+def test_the_gaps_are_those_of_the_records(request):
+    """Each row of the table is a line of a record's README, and each line about GossipAdam is a row."""
+    records = request.config.rootpath / "benchmarks" / "records"
+    names = {"translate": "translation", "lm": "language model", "vision": "images", "german": "German"}
+    setting = r"gossipadam:(aer|exp|complete)( inside)?(, atc)? \(\d seeds\)"
+    found = set()
+    for record, task in names.items():
+        text = (records / f"quality-signal-{record}" / "README.md").read_text(encoding="utf-8")
+        for topology, inside, atc, *gap in re.findall(rf"^\| {setting} .*\| (\S+) \[(\S+), (\S+)\] \|$", text, re.M):
+            name = {"exp": "one-peer-exponential"}.get(topology, topology)
+            found.add((task, 4 if inside else 16, name, *map(float, gap), "atc" if atc else "awc"))
+    assert found == {(g.task, g.replicas, g.topology, g.mean, g.low, g.high, g.algorithm) for g in gaps.GAPS}
+    for topology, rounds in gaps.ROUNDS.items():
+        assert analyze(build(topology, Layout.of([1] * 4))).mixing.rounds_to_1e3 == rounds
+    steps = json.loads((records / "quality-steps" / "record.json").read_text(encoding="utf-8"))["results"]
+    assert {task: round(steps[record]["slope"], 2) for record, task in names.items()} == gaps.SLOPES
 
 
 def test_bandwidth_scales_pairs_and_measured_times():

@@ -57,7 +57,7 @@ def advise(
     """Rank everything you could choose for a cluster by the time to the same loss, and recommend one, or DDP.
 
     With --run alone, say what held a run up, and whether gossip will be as good as all-reduce, from its noise scale.
-    With a cluster and --run, the noise scale of the run replaces the project's records of quality.
+    With a cluster and --run, the noise scale of the run widens the range of the quality where the records say less.
     """
     folders = [] if run is None else _folders([run, *map(Path, what or ())])
     clusters = [w for w in what or () if run is None or _names_cluster(Path(w))]
@@ -168,13 +168,13 @@ def _print(advice: Advice) -> None:
     gain = f"gains {chosen['gain']:.0%} (between {low:.0%} and {high:.0%}) in the time to the same loss"
     kept = chosen["method"].startswith("ddp")
     head = f"{chosen['verdict']}: {chosen['method']}" if kept else f"{chosen['method']}: {gain}"
-    rows = table("choice", "ms", "saving", "of fp32", "MB sent", "to 1e-3", "× steps", "score", "settings")
+    rows = table("choice", "ms", "saving", "of fp32", "MB sent", "to 1e-3", "× steps", "by", "score", "settings")
     for r in _varied(advice.shortest()):
         q = r.quality
         worth = "1" if q.high == 1 else f"{q.value:.2f}-{q.high:.2f}"
         mixed = "" if r.seconds_to_1e3 is None else f"{r.seconds_to_1e3:.2g} s"
         cells = (f"{r.step_time * 1e3:.1f}", f"{r.saving:.0%}", f"{r.saving_fp32:.0%}", f"{r.bytes_between / 1e6:.3g}")
-        rows.add_row(Text(r.method), *cells, mixed, worth, f"{r.score * 1e3:.1f}", _options(r))
+        rows.add_row(Text(r.method), *cells, mixed, worth, q.basis, f"{r.score * 1e3:.1f}", _options(r))
     changes = table("if there were", "ddp ms", "best gossip", "ms", "gain", "")
     for s in advice.sensitivity:
         times = f"{s['ddp_step_time'] * 1e3:.1f}", f"{s['step_time'] * 1e3:.1f}"
@@ -190,7 +190,8 @@ def _print(advice: Advice) -> None:
     print_rich(
         f"The best of {len(advice.table)}. saving: against the best all-reduce; of fp32: against DDP in fp32; MB sent: "
         "by a node to other nodes per step; to 1e-3: until differences between workers are a thousandth; × steps: "
-        "steps to the loss of all-reduce, expected and at worst; score = ms × steps:",
+        "steps to the loss of all-reduce, expected and at worst; by: a record that measured it, the rule between or "
+        "beyond the records, or with a part that is assumed; score = ms × steps:",
         rows,
         "What would change the answer:",
         changes,

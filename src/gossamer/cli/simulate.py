@@ -77,6 +77,9 @@ def simulate(
         bool, typer.Option("--outer", help="An outer step at every exchange, which then has the next --every steps.")
     ] = False,
     fragments: Annotated[int, typer.Option(help="Exchange one of so many parts of the model at a time.")] = 1,
+    average_every: Annotated[
+        int, typer.Option(metavar="STEPS", help="Steps between exact averages over all workers, in fp32; 0 makes none.")
+    ] = 0,
     atc: Annotated[bool, typer.Option("--atc", help="Adapt, then combine: no overlap.")] = False,
     rate: Annotated[
         float, typer.Option(help="Asynchronous methods: exchanges per worker and mean compute time.")
@@ -99,6 +102,7 @@ def simulate(
 ) -> None:
     """Predict step times: on a described cluster, or from γ, ω and σ in units of the mean compute time."""
     from gossamer.predict.methods import parse_list
+    from gossamer.predict.volume import volume
 
     if method and methods:
         raise InputError("--method and --methods exclude each other; put all methods into --methods")
@@ -131,22 +135,25 @@ def simulate(
     if contour is not None and gamma is None and cluster is None:
         gamma = 1.0  # the picture covers a range of γ
     setting = _setting(cluster, nodes, per_node, n, gamma, omega, sigma, jitter, model_mb)
+    _check_averages(average_every, every, fragments)
     asked: dict[str, Any] = {"staleness": staleness, "every": every, "combine": "atc" if atc else "awc", "outer": outer}
+    asked["average_every"] = average_every // every if every > 0 else 0  # the simulator counts exchanges
     named = {"buckets": buckets, "stagger": stagger, "hierarchical": hierarchical, "in_flight": in_flight}
     asked |= {k: v for k, v in named.items() if v is not None}
     spans = trace_steps if trace or html or (plot and not scaling) else 0
 
     def run(method: Method, setting: Setting, spans: int = 0) -> Result:
-        from gossamer.predict.predict import default_policy, predict
+        from gossamer.predict.predict import predict
 
-        policy = _policy(default_policy(setting, method, fragments), asked)
+        policy = _policy(method, setting, fragments, asked)
         return predict(method, setting, steps=steps, seed=seed, policy=policy, rate=rate, trace_steps=spans)
 
     results = {m: run(m, setting, spans) for m in chosen}
     from gossamer.predict.methods import parse
 
     ddp = next((r for m, r in results.items() if str(m) == "ddp"), None) or run(parse("ddp"), setting)
-    rows = [_row(m, r, ddp) for m, r in results.items()]
+    rows = [_row(m, r, ddp) | volume(m, r, setting, _policy(m, setting, fragments, asked)) for m, r in results.items()]
+    notes = _notes(chosen, average_every)
     curve = _scaling(scaling, setting, chosen, run) if scaling else []
     _write(results, setting, trace, html, plot, curve)
     if contour is not None:
@@ -156,6 +163,7 @@ def simulate(
         listed = {"methods": rows} if len(rows) > 1 else {}
         extra: dict[str, Any] = {"scaling": curve} if curve else {}
         extra |= {"near_tie": tied} if (tied := near_tie(rows)) else {}
+        extra |= {"notes": notes} if notes else {}
         print_json(
             {**_describe(setting), "steps": steps, "seed": seed, "ddp_step_time": ddp.step_time}
             | single
@@ -163,7 +171,7 @@ def simulate(
             | extra
         )
         return
-    _print(setting, rows, curve)
+    _print(setting, rows, curve, notes)
 
 
 def near_tie(rows: list[dict[str, Any]]) -> list[str]:
@@ -173,8 +181,45 @@ def near_tie(rows: list[dict[str, Any]]) -> list[str]:
     return found if len(found) > 1 else []
 
 
-def _policy(default: ExchangePolicy, asked: dict[str, Any]) -> ExchangePolicy:
-    return replace(default, **asked)
+OWN = ("staleness", "every", "combine", "outer", "average_every")  # settings that Decent-DP does not have
+
+
+def _policy(method: Method, setting: Setting, fragments: int, asked: dict[str, Any]) -> ExchangePolicy:
+    """Return the exchanges that are asked for. Decent-DP exchanges in every step, whatever is asked."""
+    from gossamer.predict.predict import default_policy
+
+    if method.package == "decent-dp":
+        asked = {name: value for name, value in asked.items() if name not in OWN}
+    return replace(default_policy(setting, method, fragments), **asked)
+
+
+def _check_averages(average_every: int, every: int, fragments: int) -> None:
+    """Refuse exact averages that the engine refuses."""
+    if average_every < 0:
+        raise InputError(f"--average-every must not be negative, got {average_every}; 0 makes no exact averages")
+    if average_every and every > 0 and average_every % every:
+        raise InputError(
+            f"--average-every counts steps and must be a multiple of --every {every}, got {average_every}; pass "
+            f"{max(1, round(average_every / every)) * every}"
+        )
+    if 0 < average_every < every * fragments:
+        raise InputError(
+            f"--average-every {average_every} is less than the {every * fragments} steps in which all {fragments} "
+            f"fragments are exchanged; pass at least {every * fragments}"
+        )
+
+
+def _notes(chosen: tuple[Method, ...], average_every: int) -> list[str]:
+    """Say what is not charged."""
+    from gossamer.predict.methods import ANCHORED
+
+    wires = sorted({m.wire for m in chosen if m.wire in ANCHORED and not m.asynchronous})
+    if not wires or average_every:
+        return []
+    return [
+        f"{' and '.join(wires)}: no exact averages are charged, which such wires need; add --average-every 64, as "
+        "gossamer advise does"
+    ]
 
 
 def _setting(
@@ -342,7 +387,7 @@ def _contour(path: Path, chosen: tuple[Method, ...], layout: Layout, seed: int) 
     draw_contours(made, path, title=f"{method.topology} over all-reduce, {layout}")
 
 
-def _print(setting: Setting, rows: list[dict[str, Any]], curve: list[dict[str, Any]]) -> None:
+def _print(setting: Setting, rows: list[dict[str, Any]], curve: list[dict[str, Any]], notes: list[str]) -> None:
     from rich.text import Text  # a method's colons are not emoji
 
     facts = _describe(setting)
@@ -356,22 +401,32 @@ def _print(setting: Setting, rows: list[dict[str, Any]], curve: list[dict[str, A
     head += (
         f", σ² {facts['sigma2']:.3g}, compute {time(facts['compute_seconds'])}" if seconds else f", {facts['jitter']}"
     )
-    made = table("method", "step", "saving", "waiting", "median", "95 %", "99 %")
+    made = table("method", "step", "saving", "waiting", "median", "95 %", "99 %", *["MB sent"] * seconds, "mixes")
     for r in rows:
-        times = [time(r[k]) for k in ("p50", "p95", "p99")]
-        made.add_row(Text(r["method"]), time(r["step_time"]), f"{r['saving']:.1%}", f"{r['waiting']:.1%}", *times)
+        cells = [time(r["step_time"]), f"{r['saving']:.1%}", f"{r['waiting']:.1%}"]
+        cells += [time(r[k]) for k in ("p50", "p95", "p99")]
+        cells += [f"{r['bytes_between'] / 1e6:.3g}"] if seconds else []
+        made.add_row(Text(r["method"]), *cells, "" if r["contraction"] is None else f"{r['contraction']:.2g}")
     print_rich(Text(head), made)
+    print_rich(
+        Text(
+            "MB sent: by a node to other nodes per step; " * seconds
+            + "mixes: factor by which a step shrinks the distance between workers (0: averages become exact)."
+        )
+    )
+    for note in notes:
+        print_rich(Text(f"Note: {note}."))
     if tied := near_tie(rows):
         print_rich(Text(f"Within {TIE:.0%} of the fastest, so no order is claimed: {', '.join(tied)}."))
     if curve:
         grown = table("nodes", "workers", "method", "step time", "saving")
         for r in curve:
-            cells = (
+            entries = (
                 str(r["nodes"]),
                 str(r["workers"]),
                 Text(r["method"]),
                 time(r["step_time"]),
                 f"{r['saving']:.1%}",
             )
-            grown.add_row(*cells)
+            grown.add_row(*entries)
         print_rich(grown)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Literal
 
 from gossamer.errors import InputError
 from gossamer.predict import changes, paste
 from gossamer.predict.choices import Choice, baselines, coarser, gossip, local_steps, rarer, refined
 from gossamer.predict.cluster import ClusterSpec
-from gossamer.predict.evidence import QualityFactor, allreduce_factor, quality_factor
-from gossamer.predict.methods import WIRES, parse
+from gossamer.predict.evidence import QualityFactor, allreduce_factor, averages_factor, quality_factor
+from gossamer.predict.methods import parse
 from gossamer.predict.predict import derived
 from gossamer.predict.probed import unknown
 from gossamer.predict.quality import Quality
 from gossamer.predict.simulator import Result
-from gossamer.topology import Layout, analyze, build
+from gossamer.predict.volume import averaged_bytes, gossip_bytes, rounds_to_1e3
 
 STEPS, MANY_WORKERS = 120, 64  # with more workers than this, half the steps give a steady mean
 WORTH_IT = 0.10  # a smaller gain in the time to the same loss is not worth leaving DDP for
@@ -26,7 +26,7 @@ FEWEST_EXCHANGES = 0.5  # per step; an asynchronous method with fewer is charged
 MEMORY = {"ddp": 1.0, "local": 2.0, "awc": 1.0, "atc": 1.0, "ad-psgd": 4.0, "a2cid2": 4.0}
 WAITS = 0.02  # a choice that waits less than this gains nothing from other settings
 REFINED = 6  # best choices whose wires, frequency, staleness and buckets are tried
-RECORDED = (None, "aer", "one-peer-exponential")  # topologies with records of quality
+RECORDED = (None, "aer", "one-peer-exponential", "complete")  # topologies with records of quality
 EARNS = 0.02  # how much better other settings must be before they are preferred to the defaults
 SLOW_CODE = 1.0  # GB of parameters per second: slower than encoding or decoding on one core of any recent processor
 CLOSE = 0.02  # rows of which no order is claimed
@@ -162,7 +162,9 @@ def advise(
         return made.step_time, made.score
 
     sensitivity = changes.cases(cluster, rivals, judge, worth)
-    return Advice(recommendation, rows, sensitivity, facts, unknown(cluster))
+    return Advice(
+        recommendation, rows, sensitivity, facts, unknown(cluster) + _elsewhere(rows, recommendation["score"])
+    )
 
 
 def _ranked(cluster: ClusterSpec, run: Predict, noise: Noise) -> list[Row]:
@@ -196,33 +198,34 @@ def rank(row: Row) -> float:
 
 def row_of(cluster: ClusterSpec, choice: Choice, result: Result, fastest: float, plain: float, noise: Noise) -> Row:
     seconds, starved = None, 1.0
-    whole = cluster.model.bytes
-    averaged = 2 * (1 - 1 / cluster.layout.n) * whole * (cluster.nodes > 1)  # a ring, which DDP's all-reduce is too
-    wire = WIRES[choice.method.wire] / 4
+    method = choice.method
     if choice.ddp:
-        quality = allreduce_factor(choice.method.wire)
-        between = averaged * wire
+        quality = allreduce_factor(method.wire)
+        between = averaged_bytes(cluster, method.wire)
     elif choice.local:
-        quality = quality_factor(replicas=cluster.layout.n, rounds=choice.every, every_step=False)
-        between = averaged / choice.every
+        quality = averages_factor(method.name, choice.every, cluster.layout.n)
+        between = averaged_bytes(cluster) / choice.every
     else:
         topology = choice.topology(cluster)
-        rounds, crossing = _figures(choice.method.topology or "", topology.layout)
-        between = crossing * whole * wire * result.exchange_rate / choice.fragments
-        between += averaged / choice.average_every if choice.average_every else 0.0
+        rounds = rounds_to_1e3(method.topology or "", topology.layout)
+        between = gossip_bytes(cluster, method, topology.layout, result.exchange_rate / choice.fragments)
+        between += averaged_bytes(cluster) / choice.average_every if choice.average_every else 0.0
         # nodes must exchange with each other: exchanges inside them do not make up for those that slow links delay
         heard = max(min(result.exchange_rate, result.crossing), 1e-9)
-        starved = max(1.0, FEWEST_EXCHANGES / heard) if choice.method.asynchronous else 1.0
+        starved = max(1.0, FEWEST_EXCHANGES / heard) if method.asynchronous else 1.0
+        apart = choice.fragments / max(1e-9, result.exchange_rate)
         quality = quality_factor(
             replicas=topology.n,
-            rounds=None if rounds is None else rounds * choice.fragments / max(1e-9, result.exchange_rate),
-            wire=choice.method.wire,
-            asynchronous=choice.method.asynchronous,
-            every_step=choice.every == 1 and choice.fragments == 1 and not choice.outer,
+            rounds=rounds,
+            topology=method.topology or "",
+            algorithm=choice.algorithm,
+            wire=method.wire,
+            apart=apart,
+            settings=choice.unusual,
             noise=noise.get(choice.gradients),
         )
         if choice.synchronous and rounds:
-            seconds = rounds * choice.fragments * result.step_time / max(1e-9, result.exchange_rate)
+            seconds = rounds * apart * result.step_time
     return Row(
         choice,
         result.step_time,
@@ -236,13 +239,6 @@ def row_of(cluster: ClusterSpec, choice: Choice, result: Result, fastest: float,
         between,
         MEMORY[choice.algorithm] + bool(choice.average_every) + bool(choice.staleness) + 3 * choice.outer,
     )
-
-
-@lru_cache(maxsize=4096)
-def _figures(name: str, layout: Layout) -> tuple[int | None, float]:
-    """Rounds until differences shrink to a thousandth, and models that a node sends to other nodes in a round."""
-    found = analyze(build(name, layout), model_bytes=1.0)
-    return found.mixing.rounds_to_1e3, found.hierarchical.inter * layout.n / layout.nodes
 
 
 def _best(cluster: ClusterSpec, rows: list[Row], worth: float) -> Row:
@@ -322,6 +318,7 @@ def _recommend(
         "saving": 1 - chosen.step_time / plain.step_time,
         "gain": 1 - chosen.score / rival.score,
         "gain_range": [1 - chosen.worst_score / rival.score, 1 - chosen.score / chosen.quality.value / rival.score],
+        "score": chosen.score,
         "best_gossip": best.method,
         "best_gossip_gain": gain,
         "best_allreduce": rival.method,
@@ -331,6 +328,18 @@ def _recommend(
         "quality": chosen.quality.words,
         "as_good_within_2_percent": ties[:4],
     }
+
+
+def _elsewhere(rows: list[Row], score: float) -> list[str]:
+    """Say that LocalSGD or DiLoCo, which are not recommended, has a better score than the recommended choice."""
+    best = min((r for r in rows if r.choice.local), key=lambda r: r.score)
+    if best.score >= score:
+        return []
+    return [
+        f"{best.method}{_options(best)} of torchft, which is not recommended here, is predicted to take "
+        f"{1 - best.score / score:.0%} less time to the same loss ({best.quality.evidence}); compare it with gossamer "
+        "compare before you choose"
+    ]
 
 
 def _reason(facts: dict[str, float], gain: float, sure: float, worth: float, best: Row, rival: Row) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from gossamer.errors import InputError
 from gossamer.predict.cluster import ClusterSpec, MiB
 from gossamer.predict.costs import ClusterCosts
+from gossamer.predict.evidence import has_record
 from gossamer.predict.methods import ANCHORED, WIRES, Method, parse
 from gossamer.predict.predict import predict
 from gossamer.predict.simulator import ExchangePolicy, Result
@@ -100,6 +101,13 @@ class Choice:
         named |= {"average_every": self.average_every} if self.average_every else {}
         named |= {"outer": "nesterov"} if self.outer else {}
         return named | self.plan.options
+
+    @property
+    def unusual(self) -> tuple[tuple[str, int], ...]:
+        """The settings by which a step exchanges less than all parameters of all workers, with their numbers."""
+        named = {"every": self.every, "fragments": self.fragments, "staleness": self.staleness}
+        found = [(name, number) for name, number in named.items() if number > (name != "staleness")]
+        return (*found, *([("outer", self.every)] if self.outer else []))
 
     def layout(self, cluster: ClusterSpec) -> Layout:
         """The replicas that gossip: the workers, or the nodes."""
@@ -200,13 +208,16 @@ def coarser(choice: Choice) -> list[Choice]:
 
 
 def refined(cluster: ClusterSpec, choice: Choice) -> list[Choice]:
-    """Return the variants of a synchronous choice: fewer exchanges, staleness, other bucket plans."""
+    """Return the variants of a synchronous choice: fewer exchanges, staleness, other bucket plans.
+
+    Outer steps make a step shorter, so they are offered only if a record says what they cost.
+    """
     if not choice.synchronous:
         return []
     made = [replace(choice, every=k) for k in EVERY]
     if choice.algorithm == "awc":
         made += [replace(choice, staleness=s) for s in STALENESS]
-        made += [replace(choice, every=k, outer=True) for k in EVERY]
+        made += [replace(choice, every=k, outer=True) for k in EVERY if has_record("outer")]
         made += [replace(choice, fragments=f) for f in FRAGMENTS]
     own = choice.plan
     plans = [] if cluster.model.buckets is not None else [BucketPlan(bucket_mb=s) for s in SIZES]

@@ -2,59 +2,34 @@
 
 The factor is the number of steps to the loss of all-reduce, over the steps of all-reduce. So step time times factor is
 the time to the same loss, the score by which advice ranks. The records compare losses after the same steps; a gap g
-becomes a factor exp(g / slope), where `slope` is the loss that all-reduce gains per e-fold of steps in records of the
-same task.
+becomes a factor exp(g / slope), where `slope` is the loss that all-reduce gains per e-fold of steps on the same task.
+The *excess* is the factor minus 1; the rule works with its mean over the tasks. The numbers are in `gaps.py`.
 
 Between the records the rule is: a replica more costs a power of their number (fitted to 4 and 16 replicas on AER), and
-each doubling of the steps that averaging needs costs the same (fitted to one-peer-exponential and AER among 4 nodes).
-Exact averages in every round still cost a share of AER's factor (`complete` among 16 workers, one seed).
+a topology costs as much more or less than AER as among 4 nodes, by the rounds after which its averages are exact. More
+rounds than AER's cost the same per doubling as those from the exponential graph to AER. Mixing after the step (ATC)
+leaves the share of the excess that is measured for 16 workers on AER, but what slower averages cost stays: in linear
+theory (record overlap-stability) ATC leaves 0.27 of the squared spread on AER and 0.76 on a ring. LocalSGD and DiLoCo
+are taken to be as good as exact averages by gossip that are as rare.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from gossamer.predict.gaps import EXTRAS, GAPS, RECORDS, ROUNDS, Extra, worth
 from gossamer.predict.quality import Quality
 
+Basis = Literal["measured", "between", "beyond", "assumed"]
 
-@dataclass(frozen=True)
-class Gap:
-    """Paired differences of the loss to all-reduce with Adam: mean and 95 % interval, over three to five seeds."""
-
-    task: str
-    slope: float
-    replicas: int
-    rounds: int
-    mean: float
-    low: float
-    high: float
-
-    def factor(self, gap: float) -> float:
-        return math.exp(gap / self.slope)
-
-
-# GossipAdam at all-reduce's rate: 16 workers on 4 nodes, 800 steps. `rounds`: rounds until averages are exact.
-# The slopes: translation 3.124 after 400 steps and 2.447 after 800, language model 2.388 after 200 and 1.322 after 800,
-# images 0.592 after 200 and 0.357 after 800.
-RECORDS = ("quality-signal-translate", "quality-signal-lm", "quality-signal-vision")
-GAPS = (
-    Gap("translation", 0.98, 4, 2, 0.025, 0.022, 0.028),
-    Gap("language model", 0.77, 4, 2, 0.017, -0.011, 0.045),
-    Gap("images", 0.17, 4, 2, 0.009, 0.000, 0.018),
-    Gap("translation", 0.98, 4, 4, 0.049, 0.042, 0.057),
-    Gap("language model", 0.77, 4, 4, 0.030, 0.005, 0.054),
-    Gap("images", 0.17, 4, 4, 0.024, 0.018, 0.030),
-    Gap("translation", 0.98, 16, 4, 0.116, 0.103, 0.130),
-    Gap("language model", 0.77, 16, 4, 0.060, 0.042, 0.078),
-    Gap("images", 0.17, 16, 4, 0.038, 0.024, 0.051),
-)
-ASYNCHRONOUS = 0.10  # excess of SGD with pairwise averages: no record compares it with all-reduce by Adam
-WIRES = {"fp32": 0.0, "bf16": 0.0, "fp16": 0.0, "int8": 0.01, "int4": 0.02}  # excess; no record yet
-OTHER_WIRE = 0.03
-EXACT = 0.3  # of the excess on AER remains if every round is an exact average: quality-paired-lm, gossipadam:complete
 MOST = 3.0  # excess of any gossip
-KNOWN_ROUNDS = 8  # records go to 4 rounds of exact averages; beyond this the rule extrapolates
+KNOWN_REPLICAS, KNOWN_ROUNDS = 16, 4  # the records go so far
+FAR = 1.3  # beyond them the range is so many times as wide
+OTHER_WIRE = 0.03
+UNSEEN = {"every": "local steps", "fragments": "fragments", "staleness": "staleness", "outer": "outer steps"}
 
 
 @dataclass(frozen=True)
@@ -65,6 +40,8 @@ class QualityFactor:
     low: float
     high: float
     evidence: str
+    basis: Basis = "measured"
+    """`measured`: a record has this setting; `between` or `beyond` the records; `assumed`: a part has no record."""
 
     @property
     def words(self) -> str:
@@ -77,54 +54,137 @@ class QualityFactor:
         )
 
 
-def _mean_excess(replicas: int, rounds: int) -> float:
-    found = [g.factor(g.mean) - 1 for g in GAPS if (g.replicas, g.rounds) == (replicas, rounds)]
-    return sum(found) / len(found)
+def _excess(replicas: int, topology: str, algorithm: str = "awc") -> dict[str, float]:
+    asked = (replicas, topology, algorithm)
+    return {g.task: worth({g.task: g.mean}) for g in GAPS if (g.replicas, g.topology, g.algorithm) == asked}
 
 
-NODES_EXP, NODES_AER, WORKERS_AER = _mean_excess(4, 2), _mean_excess(4, 4), _mean_excess(16, 4)
-REPLICA_POWER = math.log(WORKERS_AER / NODES_AER) / math.log(15 / 3)
-PER_DOUBLING = NODES_AER - NODES_EXP
-# The records' intervals over the means of all tasks: about as wide as the worst task.
-LOW, HIGH, FAR_HIGH = 0.3, 2.6, 3.9
+def _mean(found: dict[str, float]) -> float:
+    return sum(found.values()) / len(found)
+
+
+def _share(replicas: int, topology: str, algorithm: str = "awc") -> float:
+    """Return the excess over that of AER with overlap, in the tasks that have both."""
+    found, aer = _excess(replicas, topology, algorithm), _excess(replicas, "aer")
+    return sum(found.values()) / sum(aer[task] for task in found)
+
+
+def _ends(replicas: int, topology: str) -> tuple[float, float]:
+    """Return the least and the largest end of the tasks' intervals, as excesses."""
+    gaps = [g for g in GAPS if (g.replicas, g.topology, g.algorithm) == (replicas, topology, "awc")]
+    return min(worth({g.task: g.low}) for g in gaps), max(worth({g.task: g.high}) for g in gaps)
+
+
+NODES_AER = _mean(_excess(4, "aer"))
+REPLICA_POWER = math.log(_mean(_excess(16, "aer")) / NODES_AER) / math.log(15 / 3)
+SHARES = {rounds: _share(4, topology) for topology, rounds in ROUNDS.items()}
+ATC = _share(16, "aer", "atc")
+# Ends of the ranges over the excess, where the records do not have the setting itself: no narrower than theirs.
+_RANGES = {s: _mean(_excess(*s)) for s in ((4, "one-peer-exponential"), (4, "aer"), (16, "aer"))}  # with all tasks
+LOW = sum(_ends(*s)[0] / mean for s, mean in _RANGES.items()) / len(_RANGES)
+HIGH = max(_ends(*s)[1] / mean for s, mean in _RANGES.items())
 
 
 def quality_factor(
     *,
     replicas: int,
     rounds: float | None,
+    topology: str = "aer",
+    algorithm: str = "awc",
     wire: str = "fp32",
-    asynchronous: bool = False,
-    every_step: bool = True,
+    apart: float = 1.0,
+    settings: Sequence[tuple[str, int]] = (),
     noise: Quality | None = None,
 ) -> QualityFactor:
-    """Return the factor of gossip among `replicas` whose averages take `rounds` steps to be exact (None: never).
+    """Return the factor of gossip among `replicas` whose averages take `rounds` exchanges to be exact (None: never).
 
-    `every_step`: all parameters are exchanged in every step, as in the records; no record has local steps, fragments or
-    outer steps. `noise` is what the noise scale of the user's own run predicts; it replaces the records' factor.
+    `apart`: steps between two exchanges of a parameter. `settings`: every, fragments, staleness and outer with their
+    numbers, where they differ from the records, which exchange all parameters in every step. `noise` is what the noise
+    scale of the user's own run predicts. It only widens the range: the expected number stays that of the records, which
+    are of the present GossipAdam, while the record about noise scales is of an earlier one.
     """
     if replicas == 1:
         return QualityFactor(1.0, 1.0, 1.0, "one replica: exact averages")
-    steps = max(1.0, rounds if rounds else 1e4)
-    mixing = PER_DOUBLING * math.log2(steps / 4)
-    coarse = WIRES.get(wire, OTHER_WIRE) + ASYNCHRONOUS * asynchronous
-    if noise is not None and noise.outlook.gap is not None:
-        low, high = (math.exp(g / 0.77) - 1 for g in noise.outlook.gap)
-        middle = max(0.0, (low + high) / 2 + max(0.0, mixing)) + coarse
-        evidence = f"noise scale of your run, regime {noise.regime.name!r}, benchmarks/records/noise-scale"
-        return QualityFactor(1 + min(MOST, middle), 1 + low, 1 + min(MOST, max(high, middle) * 1.5 + 0.01), evidence)
+    found = {name: _numbered(name, number) for name, number in settings}
+    unseen = [UNSEEN[name] for name, extra in found.items() if extra is None]
+    recorded = bool(settings) and not unseen  # then the records' numbers replace the rule about rarer exchanges
+    extras = _named(wire, algorithm)
+    extras += [e for name, e in found.items() if e is not None and (recorded or name == "outer")]
+    steps = max(1.0, (1.0 if recorded else apart) * rounds if rounds else 1e4)
     base = NODES_AER * ((replicas - 1) / 3) ** REPLICA_POWER
-    excess = min(MOST, max(EXACT * base, base + mixing) + coarse)
-    known = steps <= KNOWN_ROUNDS and replicas <= 16 and not coarse and every_step
-    evidence = "records quality-signal-*" if known else "extrapolated from records quality-signal-*"
-    if not every_step:
-        evidence += ", none of which has local steps or fragments"
-    top = HIGH if known else FAR_HIGH
-    return QualityFactor(1 + excess, 1 + LOW * excess - 0.01, 1 + min(MOST, top * excess + 0.01), evidence)
+    rarer = min(NODES_AER, base) * _mixing(steps)
+    share = ATC if algorithm == "atc" else 1.0
+    mixed = share * (base + min(0.0, rarer)) + max(0.0, rarer)
+    excess = min(MOST, max(0.0, mixed + sum(e.excess for e in extras)))
+
+    assumed = [e for e in extras if not e.record]
+    elsewhere = noise is not None and not noise.regime.recorded
+    beyond = bool(unseen) or elsewhere or replicas > KNOWN_REPLICAS or steps > KNOWN_ROUNDS
+    same = not settings and any((g.replicas, g.topology, g.algorithm) == (replicas, topology, algorithm) for g in GAPS)
+    basis: Basis = "beyond" if beyond else "measured" if same else "between"
+    evidence = {"measured": "", "between": "interpolated from ", "beyond": "extrapolated from "}[basis] + RECORDS
+    evidence += "".join(f" and {record}" for record in sorted({e.record for e in extras if e.record}))
+    if unseen:
+        evidence += f", none of which has {' or '.join(unseen)}"
+    evidence += "".join(f"; {e.value} is assumed to cost {e.excess:.0%}" for e in assumed)
+    far = FAR if beyond or any(e.excess for e in assumed) else 1.0
+    low, high = 1 + LOW * excess - 0.01, 1 + min(MOST, far * HIGH * excess + 0.01)
+    if same and algorithm == "awc" and steps <= KNOWN_ROUNDS and not any(e.excess for e in assumed):
+        own = [1 + end for end in _ends(replicas, topology)]
+        low, high = (min(low, own[0]), max(high, own[1])) if elsewhere else own
+    if noise is not None:
+        evidence += f"; your noise scale ({noise.regime.name}) is {'not ' * elsewhere}that of their tasks"
+        if noise.outlook.earlier is not None:
+            low, high = min(low, 1 + noise.outlook.earlier[0]), max(high, 1 + noise.outlook.earlier[1])
+            evidence += ", and the range includes what the older record noise-scale has there"
+    return QualityFactor(1 + excess, low, high, evidence, "assumed" if assumed else basis)
+
+
+def averages_factor(method: str, every: int, replicas: int) -> QualityFactor:
+    """Return the factor of LocalSGD or DiLoCo: exact averages every so many steps."""
+    found = _numbered(method, every)
+    if found is None:
+        return quality_factor(
+            replicas=replicas, rounds=1, topology="complete", apart=every, settings=[("every", every)]
+        )
+    excess = min(MOST, max(0.0, found.excess))
+    return QualityFactor(1 + excess, 1 + LOW * excess - 0.01, 1 + HIGH * excess + 0.01, f"records {found.record}")
 
 
 def allreduce_factor(wire: str) -> QualityFactor:
     """Return the factor of DDP: 1; a coarser wire has no record of this project."""
     if wire == "fp32":
         return QualityFactor(1.0, 1.0, 1.0, "the baseline")
-    return QualityFactor(1.0, 1.0, 1.02, f"no record of {wire} gradients; torch's own hook, widely used")
+    return QualityFactor(1.0, 1.0, 1.02, f"no record of {wire} gradients; torch's own hook, widely used", "assumed")
+
+
+def has_record(setting: str) -> bool:
+    """Return whether a record says what a setting costs."""
+    return any(e.setting == setting and e.record for e in EXTRAS)
+
+
+def _mixing(steps: float) -> float:
+    """Return what averages that are exact after so many steps cost beyond AER's, as a share of AER among 4 nodes."""
+    if steps >= 4:
+        return (1 - SHARES[2]) * math.log2(steps / 4)
+    below = 1 if steps < 2 else 2
+    return SHARES[below] + (SHARES[2 * below] - SHARES[below]) * math.log2(steps / below) - 1
+
+
+def _named(wire: str, algorithm: str) -> list[Extra]:
+    found = [e for e in EXTRAS if (e.setting, e.value) in (("wire", wire), ("algorithm", algorithm))]
+    if wire != "fp32" and not any(e.setting == "wire" for e in found):
+        found.append(Extra("wire", wire, OTHER_WIRE))
+    return found
+
+
+def _numbered(setting: str, number: int) -> Extra | None:
+    """Return what a setting adds at a number, over the logarithm between and beyond the recorded ones; None if none."""
+    points = sorted((int(e.value), e.excess, e.record) for e in EXTRAS if e.setting == setting and e.record)
+    if not points:
+        return None
+    line = points if setting == "outer" else [(1, 0.0, ""), *points]
+    at = next((k for k, (x, _, _) in enumerate(line) if x >= number), len(line) - 1)
+    (x, low, _), (y, high, record) = line[max(0, at - 1)], line[at]
+    part = math.log(number / x) / math.log(y / x) if y > x else 0.0
+    return Extra(setting, number, low + (high - low) * part, record)
