@@ -405,7 +405,10 @@ class Rows:
         self._found: dict[tuple[str, float | None], dict[str, Any]] = {}
         if self._file is None or not self._file.exists():
             return
-        for line in self._file.read_text().splitlines():
+        complete, _, rest = self._file.read_text().rpartition("\n")
+        if rest:  # the program was killed while it wrote a line
+            self._file.write_text(f"{complete}\n" if complete else "")
+        for line in complete.splitlines():
             row = json.loads(line)
             if row.pop("settings") != settings:
                 raise SystemExit(f"{self._file} has results of other settings; choose another --out, or remove it")

@@ -6,19 +6,26 @@ Two nodes of four workers train the task of `gossamer chaos` with `on_failure="c
 of the time the link between the nodes loses every packet for 30 s. The half that reaches the directory goes on as a job
 of four. The other half goes on too, and joins again when the link is back: its workers take the state of a member. The
 same seeds run without a fault. The loss is within the noise if its mean is above that of the runs without a fault by no
-more than their spread, the difference of the largest and the smallest.
+more than their spread, the difference of the largest and the smallest. The workers make no collective call: without the
+directory, each call would wait for the hard deadline.
 
 Which state the job should continue with was decided by `merged`: eight workers that average exactly train as two
 halves for as many steps, and then either all take the first half's state, or all take the mean of all eight.
+
+With --out every run is added to `rows.jsonl` in that folder at once. The same command continues after an interruption:
+it makes the runs that are missing, and again those on saturated cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
 import statistics
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +54,7 @@ class Times(NamedTuple):
 
 def lab(seed: int, cut: bool, times: Times, compute: float) -> dict[str, Any]:
     """One run in the lab, with or without the partition."""
-    chaos = ChaosConfig(per_node=HALVES, seconds=times.run, faults=0, seed=seed, compute=compute)
+    chaos = ChaosConfig(per_node=HALVES, seconds=times.run, faults=0, seed=seed, compute=compute, meet_every=0)
     plan = [Fault(times.begin, "cut", (4, 5, 6, 7), times.end, 1, "packets lost")] if cut else []
     with chaos.cluster() as cluster, cluster.directory() as address, tempfile.TemporaryDirectory() as folder:
         job = chaos.job(Path(folder), seed, times.run)
@@ -127,12 +134,48 @@ def merged(seed: int, rule: str, steps: int, times: Times) -> float:
     return final_loss([nn.utils.parameters_to_vector(m.parameters()).detach() for m in models], 256)
 
 
+def virtual(seed: int, rule: str, steps: int, times: Times) -> dict[str, Any]:
+    return {"loss": merged(seed, rule, steps, times)}
+
+
 @torch.no_grad()
 def average(parameters: list[list[Tensor]]) -> None:
     for same in zip(*parameters, strict=True):
         mean = torch.stack(list(same)).mean(0)
         for p in same:
             p.copy_(mean)
+
+
+class Rows:
+    """The runs of a record, one line each in `rows.jsonl`; with no folder they are only kept."""
+
+    def __init__(self, out: Path | None, settings: dict[str, Any]) -> None:
+        self._file = None if out is None else out / "rows.jsonl"
+        self._settings = settings
+        self._found: dict[str, dict[str, Any]] = {}
+        if self._file is None or not self._file.exists():
+            return
+        complete, _, rest = self._file.read_text().rpartition("\n")
+        if rest:  # the program was killed while it wrote a line
+            self._file.write_text(f"{complete}\n" if complete else "")
+        for line in complete.splitlines():
+            row = json.loads(line)
+            if row.pop("settings") != settings:
+                raise SystemExit(f"{self._file} has results of other settings; choose another --out, or remove it")
+            self._found[row.pop("run")] = row
+
+    def measured(self, run: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The result of a run: the one that was kept, if it is valid, else that of `measure()`."""
+        if run in self._found and not self._found[run].get("saturated"):
+            print(f"{run}: measured before", flush=True)
+            return self._found[run]
+        row: dict[str, Any] = json.loads(json.dumps(measure()))  # as it is read from the file
+        self._found[run] = row
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("a") as file:
+                file.write(json.dumps({"run": run, **row, "settings": self._settings}) + "\n")
+        return row
 
 
 def main() -> None:
@@ -148,23 +191,28 @@ def main() -> None:
     if times.end >= times.run:
         parser.error(f"--lasts must be shorter than two thirds of --seconds, got {args.lasts:g} and {args.seconds:g}")
     before, seeds = environment(), list(map(int, args.seeds.split(",")))
-    runs = []
+    settings = {key: value for key, value in vars(args).items() if key not in ("out", "seeds", "steps")}
+    rows, runs = Rows(args.out, settings), []
     for seed in seeds:
         for cut in (False, True):
-            runs.append(lab(seed, cut, times, args.compute))
+            name = f"seed {seed}, {'partition' if cut else 'calm'}"
+            runs.append(rows.measured(name, partial(lab, seed, cut, times, args.compute)))
             print({k: v for k, v in runs[-1].items() if k != "steps"}, flush=True)
     torch.set_num_threads(1)
     made = [step for run in runs if not run["partition"] for step in run["steps"].values()]
     steps = args.steps or round(statistics.median(made or [args.seconds / args.compute]))
-    rules = {rule: [merged(seed, rule, steps, times) for seed in seeds] for rule in RULES}
+    rules: dict[str, list[float]] = {rule: [] for rule in RULES}
+    for rule, losses in rules.items():
+        for seed in seeds:
+            name = f"seed {seed}, {rule}, {steps} virtual steps"
+            losses.append(rows.measured(name, partial(virtual, seed, rule, steps, times))["loss"])
     lines = summary(runs, rules, times, steps)
     print("\n".join(lines))
     if args.out:
-        settings = {k: v for k, v in vars(args).items() if k != "out"}
         saturated = sum(run["saturated"] for run in runs)
         write_record(
             args.out,
-            data={"settings": settings, "runs": runs, "rules": rules},
+            data={"settings": {**settings, "seeds": seeds, "steps": steps}, "runs": runs, "rules": rules},
             summary="\n".join(lines),
             note=f"INVALID: the cores were saturated in {saturated} of {len(runs)} runs." if saturated else "",
             environment=before,

@@ -43,7 +43,7 @@ def worker(rank: int, directory: str, steps: int, progress: Any) -> None:
 
 def main(steps: int) -> None:
     os.environ.setdefault("GOSSAMER_TOKEN", os.urandom(16).hex())  # a secret that all workers share
-    directory = gossamer.HostedDirectory(address="127.0.0.1")
+    directory = gossamer.HostedDirectory(address="127.0.0.1", one_job=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["gossamer.engine"])  # torch is imported once for all workers
     progress = context.Array("i", WORKERS)

@@ -8,6 +8,7 @@ import argparse
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -43,11 +44,12 @@ def worker(rank: int, directory: str, steps: int, progress: Any) -> None:
             how += f", test loss {(model(x) - x.sum(dim=1, keepdim=True)).square().mean():.4f}"
     print(f"worker {rank}: steps {first} to {step}, {how}", flush=True)
     gossip.close()  # the others do not wait for this worker any more
+    sys.exit(0 if how != "left" else 128 + signal.SIGTERM)  # 0 would tell a launcher that the work is done
 
 
 def main(steps: int) -> None:
     os.environ.setdefault("GOSSAMER_TOKEN", os.urandom(16).hex())
-    directory = gossamer.HostedDirectory(address="127.0.0.1")
+    directory = gossamer.HostedDirectory(address="127.0.0.1", one_job=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["gossamer.engine"])
     progress = context.Array("i", WORKERS)

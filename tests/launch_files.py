@@ -47,3 +47,15 @@ def run(script: str, *arguments: str, **env: str) -> str:
 
 def parsed(name: str) -> Any:
     return yaml.safe_load((LAUNCH / name).read_text(encoding="utf-8"))
+
+
+def elastic_objects() -> dict[str, Any]:
+    """The objects of the elastic job on Kubernetes, by kind."""
+    text = (LAUNCH / "kubernetes_elastic.yaml").read_text(encoding="utf-8")
+    return {each["kind"]: each for each in yaml.safe_load_all(text)}
+
+
+def container_of(workload: Any) -> Any:
+    """The only container of a Job or a Deployment."""
+    (container,) = workload["spec"]["template"]["spec"]["containers"]
+    return container

@@ -20,7 +20,7 @@ class Worker(LinkTable):
     """The links of one worker and its port, without a job around them."""
 
     def __init__(self, rank, frames):
-        self.says = Hello(RUN.hex(), rank, "ab"[rank], [0])
+        self.says = Hello(RUN.hex(), rank, "abcdefgh"[rank], [0])
 
         def hello():
             return self.says

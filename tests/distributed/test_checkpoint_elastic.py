@@ -1,5 +1,8 @@
 """Checkpoints of an elastic job: saved by the members that are alive, loaded by any number of workers."""
 
+import threading
+import time
+
 import pytest
 import torch
 
@@ -52,3 +55,23 @@ def test_living_members_save_and_all_workers_load(monkeypatch, tmp_path, victim)
         for name, value in mean.items():
             torch.testing.assert_close(value, model[name], rtol=1e-5, atol=1e-6)
     assert files.steps_in(tmp_path) == [40]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_worker_that_dies_while_all_load_is_not_waited_for(monkeypatch, tmp_path, victim):
+    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
+        finish(made.all(10, saved(tmp_path)))
+    load = loaded(tmp_path)
+
+    def end(gossip):
+        if gossip.members.rank == victim:
+            threading.Thread(target=workers[victim].kill).start()
+            time.sleep(3600)
+        return load(gossip)
+
+    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, hard_deadline=20.0, timeout=3600.0) as made:
+        workers = made.all(3, end)
+        results = finish([w for w in workers if w.rank != victim])
+    assert [(at, count, steps) for at, count, steps, _ in results] == [(10, 3, 10)] * 2
+    first, second = (torch.cat([v.flatten() for v in mean.values()]) for *_, mean in results)
+    assert torch.equal(first, second)

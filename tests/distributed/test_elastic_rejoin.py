@@ -60,10 +60,10 @@ def test_an_event_in_flight_ends_before_another_state_is_taken(monkeypatch):
         assert release.wait(60)
         return True
 
-    def watched(self, members):
+    def watched(self, members, *args):
         if members.rank == 1:
             fetched.append(workers[1].gossip.lanes[0]._thread._busy)
-        return fetch(self, members)
+        return fetch(self, members, *args)
 
     armed = []
     monkeypatch.setattr(ElasticEventThread, "_both_done", slowly)

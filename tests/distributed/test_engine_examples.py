@@ -151,12 +151,31 @@ def test_a_worker_that_is_asked_to_leave_leaves_and_is_replaced():
         env={**os.environ, **QUICK_NAMES, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    left = re.search(r"worker 1: steps 0 to (\d+), left\nworker 1 ended with code 0", done.stdout)
+    left = re.search(r"worker 1: steps 0 to (\d+), left\nworker 1 ended with code 143", done.stdout)
     assert left, done.stdout
     ended = dict(re.findall(r"worker (\d): steps (\d+) to 900, done", done.stdout))
     assert sorted(ended) == ["0", "1", "2"], done.stdout
     assert ended["0"] == ended["2"] == "0"
     assert int(ended["1"]) >= int(left[1]) >= 225
+
+
+def test_workers_that_are_all_asked_to_leave_save_together_and_continue_later(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "reclaimed.py"), "--steps", "400", "--folder", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, **QUICK_NAMES, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    saved = re.findall(r"worker (\d): steps 0 to \d+, left, saved step (\d+)\n", done.stdout)
+    assert sorted(rank for rank, _ in saved) == ["0", "1", "2"], done.stdout
+    assert len({step for _, step in saved}) == 1, "they save one checkpoint"
+    assert "exit codes: 143 143 143\n" in done.stdout, "a launcher starts them again"
+    ended = dict(re.findall(r"worker (\d): steps (\d+) to 400, done", done.stdout))
+    assert sorted(ended) == ["0", "1", "2"], done.stdout
+    assert all(0 < int(first) <= int(saved[0][1]) for first in ended.values())
+    assert "exit codes: 0 0 0\n" in done.stdout
 
 
 @pytest.mark.parametrize("rendezvous", ["--rdzv-backend=static", "--standalone"])

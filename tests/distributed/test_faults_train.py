@@ -25,22 +25,24 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def kill_after(pool: WorkerPool, folder: Path, rank: int, steps: int, number: int = signal.SIGKILL) -> None:
-    """kill -9, or another signal, once the worker has done so many steps."""
-    path = folder / f"metrics-{rank:05d}.jsonl"
+def kill_after(pool: WorkerPool, folder: Path, ranks: int | range, steps: int, number: int = signal.SIGKILL) -> None:
+    """kill -9, or another signal, once these workers have done so many steps."""
+    ranks = [ranks] if isinstance(ranks, int) else ranks
+    paths = [folder / f"metrics-{rank:05d}.jsonl" for rank in ranks]
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if path.exists() and len(rows(path)) >= steps:
-            worker = pool.current(rank)
-            assert worker is not None
-            os.kill(worker.pid, number)
+        if all(path.exists() and len(rows(path)) >= steps for path in paths):
+            for rank in ranks:
+                worker = pool.current(rank)
+                assert worker is not None
+                os.kill(worker.pid, number)
             return
         time.sleep(0.02)
 
 
 @pytest.fixture
 def kills(monkeypatch):
-    """Have workers killed: append (folder, rank, steps[, signal]) before the command is called."""
+    """Have workers killed: append (folder, rank or ranks, steps[, signal]) before the command is called."""
     wanted = []
     start = WorkerPool.start
 
@@ -84,7 +86,7 @@ def test_a_dead_worker_of_an_asynchronous_run_is_replaced(tmp_path, kills, capsy
     folder = tmp_path / "run"
     kills.append((folder, 1, 5))
     words = TRAIN.replace("dadam:aer", method).split()
-    assert main([*words, "--steps", "300", "--eval-every", "300", "--out", str(folder)]) == 0
+    assert main([*words, "--steps", "900", "--eval-every", "900", "--out", str(folder)]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
     assert result["deaths"] == [{"worker": 1, "why": "killed by SIGKILL"}]
@@ -123,6 +125,25 @@ def test_the_last_worker_that_gets_sigterm_saves_a_checkpoint(tmp_path, kills, c
     assert result["step"] >= 400
     assert "resume with: gossamer train --resume" in err
     assert Checkpoints(folder / "checkpoints", rank=0, workers=1).latest() == result["step"]
+
+
+def test_workers_that_all_get_sigterm_save_a_checkpoint_together_and_resume(tmp_path, kills, capsys):
+    folder = tmp_path / "run"
+    kills.append((folder, range(3), 20, signal.SIGTERM))
+    command = [*TRAIN.split(), "--steps", "100000", "--eval-every", "0", "--max-replacements", "0"]
+    assert main([*command, "--out", str(folder)]) == 130
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["stopped"]
+    assert result["step"] >= 20
+    assert "resume with: gossamer train --resume" in err
+    saved = read_manifest(folder / "checkpoints", result["step"])
+    # a worker that noticed the signal much later than the others, on a busy machine, has saved alone or not at all
+    assert saved.workers == 3 - len(result["deaths"])
+    kills.clear()
+    again = ["train", "--resume", str(folder), "--steps", str(result["step"] + 20), "--json"]
+    assert main(again) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == result["step"] + 20
 
 
 def test_without_replacements_the_other_workers_continue_and_evaluate(tmp_path, kills, capsys):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gossamer import InputError
 from gossamer.lab import LabCluster, LabUnavailable, WorkerFailed, clean_up, why_unavailable
 from gossamer.lab import cluster as cluster_module
 from gossamer.lab.namespaces import NETNS, leftovers
@@ -77,6 +78,19 @@ def connected(where: tuple[str, int]) -> socket.socket:
             time.sleep(0.01)
 
 
+def reachable(rank: int) -> set[int]:
+    """The other nodes that answer, if only by refusing the connection."""
+    found = set()
+    for node in {0, 1, 2} - {rank}:
+        try:
+            socket.create_connection((address(node), 9), timeout=3).close()
+        except ConnectionRefusedError:
+            found.add(node)
+        except TimeoutError:
+            pass
+    return found
+
+
 class TestNamespaces:
     pytestmark = lab
 
@@ -111,6 +125,19 @@ class TestNamespaces:
         with LabCluster(2, [2, 1], link="1mbit", check=False) as cluster:
             cluster.run(pairs_inside_node, 1_000_000, timeout=30)
             assert cluster.traffic()[0]["sent"] < 100_000
+
+    def test_a_pair_of_nodes_that_is_cut_reaches_only_the_others(self):
+        everybody = [{1, 2}, {0, 2}, {0, 1}]
+        with LabCluster(3, 1, check=False) as cluster, cluster.pool() as pool:
+            assert pool.run(reachable) == everybody
+            cluster.cut_pair(0, 2)
+            assert pool.run(reachable) == [{1}, {0, 2}, {1}]
+            with pytest.raises(InputError, match=r"nodes \[0, 2\] are cut off from each other already"):
+                cluster.cut_pair(0, 1)
+            cluster.mend_pair()
+            assert pool.run(reachable) == everybody
+            with pytest.raises(InputError, match="a pair is two different nodes"):
+                cluster.cut_pair(1, 1)
 
     def test_two_clusters_at_once_leave_no_namespace(self):
         with LabCluster(2, check=False) as first:

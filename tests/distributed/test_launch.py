@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 
@@ -14,7 +15,7 @@ from workers import mlp, process_group
 import gossamer
 from gossamer.comm.launcher import launched_rank
 from gossamer.jobs.layout import inspect_job
-from launch_files import LAUNCH, ROOT, SLURM_JOB, environment, parsed, run
+from launch_files import LAUNCH, ROOT, SLURM_JOB, container_of, elastic_objects, environment, parsed, run
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 SIZE = 4
@@ -206,6 +207,27 @@ def test_torchrun_in_two_pods_as_kubeflow_starts_it():
     )
     (node,) = json.loads(out)["nodes"]  # both pods are on one machine
     assert (node["name"], node["ranks"]) == ("GOSSAMER_NODE=machine", [0, 1])
+
+
+def test_the_pods_of_an_elastic_job_train_with_their_directory(tmp_path):
+    objects = elastic_objects()
+    python, program, *options = container_of(objects["Job"])["command"]
+    options[options.index("--steps") + 1] = "5"
+    options[options.index("--folder") + 1] = str(tmp_path)
+    hosted = [*container_of(objects["Deployment"])["command"], "--address", "127.0.0.1"]
+    hosted[hosted.index("--port") + 1] = "0"
+    workers = objects["Job"]["spec"]["completions"]
+    with subprocess.Popen(hosted, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment()) as server:
+        try:
+            address = re.match(r"directory at (\S+);", server.stdout.readline())[1]
+            shared = {"WORLD_SIZE": str(workers), "GOSSAMER_DIRECTORY": address}
+            shared |= {"GOSSAMER_TOKEN": "x", "GOSSAMER_NODE": "machine"}
+            out = together(
+                [[python, program, *options]] * workers, [{**shared, "RANK": str(rank)} for rank in range(workers)]
+            )
+        finally:
+            server.terminate()
+    assert sorted(out.splitlines()) == [f"worker {rank}: steps 0 to 5, done" for rank in range(workers)]
 
 
 def test_the_default_program_of_a_launch_file_runs():

@@ -51,7 +51,7 @@ CALM = {
     "faults": [],
     "seconds": 60.0,
     "cluster": {"per_node": [2, 2]},
-    "job": {"method": "dadam", "lr": 2e-3, "compute": 0.4, "soft": None, "hard": None},
+    "job": {"method": "dadam", "lr": 2e-3, "compute": 0.4, "meet_every": 20, "soft": None, "hard": None},
 }
 SAME = {"per_node": (2, 2), "seconds": 60.0, "compute": 0.4}
 
@@ -68,6 +68,7 @@ def test_a_calm_run_of_the_same_job_is_compared(tmp_path):
         ({"per_node": (4,)}, "its number of workers per node is 2,2, and that of this run is 4"),
         ({"seconds": 120.0}, "its length in seconds is 60, and that of this run is 120"),
         ({"compute": 0.15}, "its compute time is 0.4, and that of this run is 0.15"),
+        ({"meet_every": 5}, "its number of steps between meetings is 20, and that of this run is 5"),
         ({"lr": 0.01}, "its learning rate is 0.002, and that of this run is 0.01"),
         ({"soft": 0.5}, "its soft deadline is learned, and that of this run is 0.5"),
         ({"hard": 5.0}, "its hard deadline is learned, and that of this run is 5"),
@@ -78,6 +79,16 @@ def test_a_calm_run_of_another_job_is_refused(change: dict[str, Any], words: str
     with pytest.raises(InputError, match="cannot be compared") as error:
         calm_loss(tmp_path, ChaosConfig(**{**SAME, **change}))
     assert words in str(error.value)
+
+
+def test_a_calm_run_without_meetings_is_refused(tmp_path):
+    older = {**CALM, "job": {name: value for name, value in CALM["job"].items() if name != "meet_every"}}
+    (tmp_path / "record.json").write_text(json.dumps(older))
+    with pytest.raises(InputError, match="its number of steps between meetings is 0, and that of this run is 20"):
+        calm_loss(tmp_path, ChaosConfig(**SAME))
+    assert calm_loss(tmp_path, ChaosConfig(**SAME, meet_every=0)) == 0.9
+    with pytest.raises(InputError, match="meet_every must be at least 0"):
+        ChaosConfig(**SAME, meet_every=-1)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +122,8 @@ def test_the_record_has_the_stall_and_the_memory_of_a_run_with_faults():
         **dict.fromkeys(("hangs", "restarts", "calm_longest_stalls_s", "rejoined", "rejoin_s", "final_loss")),
         **dict.fromkeys(("calm_final_losses", "leaks", "valid", "cpu_use", "ddp")),
         "longest_stall_s": 1.2,
+        "meetings": 31,
+        "longest_meeting_s": 0.4,
         "stall_limit_s": 1.0,
         "saturated": False,
         "passed": False,
@@ -122,6 +135,7 @@ def test_the_record_has_the_stall_and_the_memory_of_a_run_with_faults():
     text = markdown(data)
     assert "The longest stall of a worker without a fault was 1.20 s, ABOVE the limit of 1 s." in text
     assert "flat in 0 of 1 processes" in text
+    assert "| meetings | 31 |" in text
     assert "| 3 (replacement 1) | 400 | 300.0 | +9.00 | 6.0 | 12 | +2 | 15 | +0 | NO |" in text
     assert "| 5.0 | kill | 3 |" in text
     assert "INVALID and not compared with the limit of 1 s" in markdown({**data, "saturated": True})

@@ -16,14 +16,15 @@ def test_a_seed_gives_one_plan_and_another_seed_another():
 
 
 @pytest.mark.parametrize("seed", range(30))
-@pytest.mark.parametrize(("per_node", "seconds", "faults"), [((2, 2, 2, 2), 600, 20), ((1, 3), 120, 6), ((4,), 120, 6)])
+@pytest.mark.parametrize(("per_node", "seconds", "faults"), [((2, 2, 2, 2), 600, 20), ((1, 3), 120, 8), ((4,), 120, 8)])
 def test_rules_of_a_plan(per_node, seconds, faults, seed):
     plan = make_plan(per_node, seconds, faults, seed)
     n = sum(per_node)
     assert len(plan) == faults
     assert plan[0].kind == "kill"
     assert any(0 in f.victims and f.kind == "kill" for f in plan)
-    assert {f.kind for f in plan} == (set(KINDS) if len(per_node) > 1 else set(KINDS) - {"cut"})
+    impossible = {1: {"cut", "pair"}, 2: {"pair"}}
+    assert {f.kind for f in plan} == set(KINDS) - impossible.get(len(per_node), set())
     for fault in plan:
         assert 0 < len(set(fault.victims)) < n
         assert all(0 <= rank < n for rank in fault.victims)
@@ -38,10 +39,22 @@ def test_a_whole_node_is_killed_and_another_cut_off():
     assert all(f.victims == nodes[f.node] for f in plan if f.kind == "cut")
 
 
+def test_a_pair_is_cut_between_two_nodes():
+    for seed in range(10):
+        pairs = [f for f in make_plan([2, 1, 1], 600, 20, seed) if f.kind == "pair"]
+        assert pairs
+        for fault in pairs:
+            workers = {0: (0, 1), 1: (2,), 2: (3,)}
+            assert fault.node != fault.other_node
+            assert set(fault.victims) == {*workers[fault.node], *workers[fault.other_node]}
+            assert str(fault) == f"pair node {fault.node} and node {fault.other_node} (packets lost)"
+            assert (fault.describe()["node"], fault.describe()["other_node"]) == (fault.node, fault.other_node)
+
+
 def test_without_links_no_fault_affects_the_network():
     for seed in range(10):
         plan = make_plan([2, 2], 600, 20, seed, links=False)
-        assert not any(f.kind == "cut" or f.how == "link" for f in plan)
+        assert not any(f.kind in ("cut", "pair") or f.how == "link" for f in plan)
 
 
 def test_no_faults_need_no_second_worker_and_bad_input_is_refused():

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gossamer.lab.chaos.job import FaultRecord, JobRecord
-from gossamer.lab.chaos.log import LogReader, ProcessLog
+from gossamer.lab.chaos.log import LogReader, Met, ProcessLog
 from gossamer.lab.chaos.plan import Fault
 from gossamer.lab.chaos.verdict import (
     back_at,
@@ -16,6 +16,7 @@ from gossamer.lab.chaos.verdict import (
     growth_problem,
     leaks,
     loss_bound,
+    meetings,
     problems,
     rejoins,
     stalls,
@@ -24,8 +25,9 @@ from gossamer.lab.chaos.verdict import (
 BEGIN = 1000.0
 
 
-def log(rank, times, *, generation=0, members=(), compute=0.1):
+def log(rank, times, *, generation=0, members=(), compute=0.1, met=()):
     made = ProcessLog(rank, generation)
+    made.meetings = [Met(BEGIN + end, seconds, number, (0, 1), False, 1.0) for end, seconds, number in met]
     made.steps = [(BEGIN + t, k, compute, 1.0) for k, t in enumerate(times)]
     made.members = [(BEGIN + t, epoch, tuple(ranks)) for t, epoch, ranks in members]
     return made
@@ -46,6 +48,30 @@ def test_a_stall_is_the_gap_beyond_compute():
     assert places(found) == [(0, 0.2, 2.0)]
     assert found[0]["seconds"] == pytest.approx(1.7)
     assert len(stalls(recorded([log(0, [0.0, 0.2, 2.0, 2.2])]), 0.0)) == 3
+
+
+def test_the_time_in_a_meeting_is_no_stall_of_a_step():
+    found = stalls(recorded([log(0, [0.0, 0.2, 4.0, 6.0], met=[(0.1, 0.05, 0), (3.0, 2.5, 1), (3.8, 0.5, 2)])]))
+    assert places(found) == [(0, 0.2, 4.0), (0, 4.0, 6.0)][::-1]
+    assert [s["seconds"] for s in found] == pytest.approx([1.9, 0.7])
+
+
+def test_meetings_are_counted_once_and_those_of_victims_are_not_judged():
+    fault = Fault(10.0, "cut", (1,), 18.0)
+    logs = [log(0, [9.0, 30.0], met=[(5.0, 0.5, 0), (12.0, 0.7, 1)])]
+    logs.append(log(1, [9.0, 19.0], met=[(5.0, 0.3, 0), (16.0, 6.0, 1)]))
+    logs[1].meetings.append(Met(BEGIN + 24.0, 0.1, 2, (1,), False, 1.0))
+    logs[1].meetings.append(Met(BEGIN + 25.0, 0.1, 3, (0, 1), True, 1.0))
+    expected = {"meetings": 2, "longest_meeting_s": pytest.approx(0.7), "meetings_that_differ": 0}
+    expected["longest_meeting_of_a_victim_s"] = 6.0
+    assert meetings(recorded(logs, fault)) == expected
+    assert meetings(recorded([log(0, [1.0])]))["longest_meeting_s"] is None
+
+
+def test_participants_with_different_means_are_found():
+    logs = [log(0, [], met=[(5.0, 0.5, 0), (9.0, 0.5, 1)]), log(1, [], met=[(5.0, 0.5, 0)])]
+    logs[1].meetings.append(Met(BEGIN + 9.0, 0.5, 1, (0, 1), False, 1.01))
+    assert meetings(recorded(logs))["meetings_that_differ"] == 1
 
 
 def test_a_slower_step_is_no_stall():
@@ -82,6 +108,26 @@ def test_a_replacement_is_back_when_the_others_list_it():
     found = rejoins(recorded(logs, fault))
     assert [(r["worker"], r["kind"], r["back"]) for r in found] == [(1, "kill", 14.5)]
     assert found[0]["seconds"] == pytest.approx(1.5)
+
+
+def test_a_victim_that_waits_in_a_meeting_is_back_when_the_others_list_it():
+    fault = Fault(10.0, "cut", (1,), 13.0)
+    other = log(0, [0.0, 10.1, 20.0, 40.0], members=[(0, 1, [0, 1]), (10.2, 2, [0]), (14.5, 3, [0, 1])])
+    victim = log(1, [9.8, 9.9, 30.0, 30.2], met=[(29.0, 17.0, 1)])
+    made = recorded([other, victim], fault)
+    assert back_at(made, made.faults[0], 1) == pytest.approx(14.5)
+    assert [s for s in stalls(made, 1.0) if s["worker"] == 1] == []
+    assert meetings(made)["longest_meeting_of_a_victim_s"] == 17.0
+    victim.meetings = []
+    assert back_at(made, made.faults[0], 1) == pytest.approx(30.0)
+
+
+def test_a_victim_that_joined_again_before_its_fault_ended_is_back_at_once():
+    fault = Fault(10.0, "pair", (1, 2), 20.0)
+    members = [(0, 1, [0, 1, 2]), (14.0, 2, [0, 2]), (15.0, 3, [0, 1, 2]), (40.0, 4, [0, 1])]
+    other = log(0, [0.0, 10.1, 20.1, 45.0], members=members)
+    made = recorded([other, log(1, [9.9, 20.3, 45.0]), log(2, [9.9, 20.2, 40.0])], fault)
+    assert [back_at(made, made.faults[0], rank) for rank in (1, 2)] == pytest.approx([20.3, 20.2])
 
 
 def test_a_victim_that_is_never_listed_again_did_not_rejoin():
@@ -226,6 +272,7 @@ def test_stalls_on_saturated_cores_are_not_judged():
         ({"restarts": 1}, "1 workers ended unexpectedly"),
         ({"not_rejoined": 1}, "1 victims did not come back"),
         ({"longest_stall_s": 2.1}, "stalled for 2.10 s, longer than 4 soft deadlines of 0.5 s"),
+        ({"meetings_that_differ": 2}, "the participants of 2 meetings held different means"),
         ({"final_loss": 1.2}, "the final loss 1.2000 is above 1.1000"),
         ({"final_loss": None}, "no final loss"),
         ({"leaks": {**GOOD["leaks"], "threads": 3}}, "left behind: 3 threads"),
@@ -242,6 +289,7 @@ def test_the_reader_follows_a_file_and_waits_for_complete_lines(tmp_path):
     lines = [
         {"t": 1.0, "event": "ready", "joined": True, "step": 7},
         {"t": 1.2, "step": 8, "compute": 0.1, "loss": 2.0, "epoch": 3, "members": [0, 2]},
+        {"t": 1.25, "meeting": 4, "seconds": 0.01, "ranks": [0, 2], "alone": False, "size": 3.5},
         {"t": 1.3, "rss": 5, "file_descriptors": 6, "threads": 7},
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -255,4 +303,5 @@ def test_the_reader_follows_a_file_and_waits_for_complete_lines(tmp_path):
     reader.update()
     assert made.census == [(1.3, 5, 6, 7)]
     assert made.members == [(1.2, 3, (0, 2))]
-    assert made.last == 1.2
+    assert made.meetings == [Met(1.25, 0.01, 4, (0, 2), False, 3.5)]
+    assert made.last == 1.25

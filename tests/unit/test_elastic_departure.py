@@ -1,7 +1,9 @@
 """A signal asks a worker to leave: the loop ends in time, or the others are told at half of the grace period."""
 
+import ctypes
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -33,6 +35,63 @@ def test_the_loop_is_asked_and_the_others_are_told_in_time(usual):
     assert told.wait(20.0)
     departure.close()
     assert signal.getsignal(usual) is signal.SIG_IGN
+
+
+def test_the_others_are_told_while_the_main_thread_is_inside_a_long_call_of_c_code(usual):
+    """Where no Python handler runs: it writes more into a pipe than the pipe holds."""
+    told, times, libc, text = threading.Event(), [], ctypes.CDLL(None), bytes(2**20)
+    ear, mouth = os.pipe()
+    departure = Departure(told.set, [usual], grace=0.02)
+
+    def send():
+        left = len(text) - len(os.read(ear, 1))  # the main thread is inside the call now
+        signal.pthread_kill(threading.get_ident(), usual)  # to this thread, so that nothing interrupts the call
+        times.append(told.wait(20.0))
+        while left:
+            left -= len(os.read(ear, left))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert libc.write(mouth, text, len(text)) == len(text)
+    thread.join()
+    departure.close()
+    os.close(ear)
+    os.close(mouth)
+    assert times == [True]
+    assert departure.asked
+
+
+def test_another_library_hears_signals_as_before(usual):
+    ear, bell = socket.socketpair()
+    bell.setblocking(False)
+    ear.settimeout(20.0)
+    before = signal.set_wakeup_fd(bell.fileno())
+    departure = Departure(lambda: None, [usual], grace=3600.0)
+    try:
+        os.kill(os.getpid(), usual)
+        assert ear.recv(64) == bytes([usual])
+        until(lambda: departure.remaining is not None)
+    finally:
+        departure.close()
+        assert signal.set_wakeup_fd(before) == bell.fileno()
+        ear.close()
+        bell.close()
+
+
+def test_the_grace_period_bounds_how_long_slower_founders_are_waited_for(usual, monkeypatch):
+    waits = []
+    with job(monkeypatch, 1, topology="ring") as made:
+        (worker,) = made.all(0, lambda gossip: gossip)
+        (gossip,) = finish([worker])
+    gossip._job.leave = waits.append
+    gossip._leave()
+    gossip._departure = Departure(lambda: None, [usual], grace=10.0)
+    os.kill(os.getpid(), usual)
+    until(lambda: gossip._departure.remaining is not None)
+    gossip._leave()
+    gossip._departure.close()
+    assert waits[0] is None
+    assert 0 <= waits[1] <= 5.0
 
 
 def test_a_loop_that_ends_in_time_leaves_by_itself(usual):

@@ -8,6 +8,8 @@ import pytest
 from torch.distributed import HashStore
 
 from gossamer.comm.tcp import Member, Record
+from gossamer.engine.elastic import attendance
+from gossamer.engine.elastic import meetings as module
 from gossamer.engine.elastic.meeting import Attendee
 from gossamer.engine.elastic.meetings import KEPT, Meetings
 
@@ -118,6 +120,28 @@ def test_the_directory_forgets_meetings_that_are_over():
 
 def test_one_worker_alone_leaves_no_keys_either():
     assert len(meet(1, 4 * KEPT).left()) == len(meet(1, KEPT + 1).left())
+
+
+def test_waiting_inside_a_meeting_does_not_read_the_signs_of_all_again_and_again(monkeypatch):
+    n, store = 64, CountedStore()
+    monkeypatch.setattr(module, "WATCH", -1.0)  # look each time
+    monkeypatch.setattr(attendance, "LOOK", -1.0)
+    came = [Attendee(r, f"process-{r}", "node", [7], 7, "averaged()") for r in range(n)]
+    store.set("meeting/0", json.dumps([1, came]))
+    meetings = Meetings(member_of(store, n), 60.0, 3600.0)
+    try:
+        meetings.gather("averaged()", here, lambda: None)
+        before = store.signs
+        looks, begun = store.requests, time.monotonic()
+        for _ in range(50):
+            assert not meetings.failed()
+        periods = 1 + (time.monotonic() - begun) / (module.THOROUGH * n)
+        assert store.requests - looks == 50
+        assert store.signs - before <= 2 * n * periods  # of 50 n; and this worker's own signs
+        store.set("outcome/0", "failed")
+        assert meetings.failed()
+    finally:
+        meetings.close()
 
 
 def member_of(store, n=2):

@@ -73,6 +73,8 @@ def test_finished_results_are_kept_and_saturated_ones_are_measured_again(tmp_pat
     rows = goodput.Rows(tmp_path, {"seconds": 9.0})
     rows.add(a_row("torchrun", None))
     rows.add(a_row(saturated=True))
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"system": "torchft"')  # the program was killed here
     again = goodput.Rows(tmp_path, {"seconds": 9.0})
     assert again.finished("torchrun", None)
     assert not again.finished("gossamer", 10.0)
@@ -135,3 +137,28 @@ def test_a_partition_without_survivors_is_summarized(tmp_path):
     text = "\n".join(partition.summary([run, run], {"no partition": [1.0]}, times, 10))
     assert "| 1 | - | - | 0 of 8 | - | never | 0, 0 | 99% (INVALID), 99% (INVALID) |" in text
     assert partition.spread([]) is None
+
+
+def test_runs_of_a_partition_are_kept_and_saturated_ones_are_made_again(tmp_path):
+    made = []
+
+    def run(name, **result):
+        made.append(name)
+        return {"loss": 1.0, **result}
+
+    def rows():
+        return partition.Rows(tmp_path, {"seconds": 9.0})
+
+    first = rows()
+    assert first.measured("a", lambda: run("a", steps={0: 5})) == {"loss": 1.0, "steps": {"0": 5}}
+    first.measured("b", lambda: run("b", saturated=True))
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"run": "c", "loss"')  # the program was killed here
+    for _ in range(2):
+        again = rows()
+        assert again.measured("a", lambda: run("a again")) == {"loss": 1.0, "steps": {"0": 5}}
+        again.measured("b", lambda: run("b again", saturated=False))
+        again.measured("c", lambda: run("c"))
+    assert made == ["a", "b", "b again", "c"]
+    with pytest.raises(SystemExit, match="results of other settings"):
+        partition.Rows(tmp_path, {"seconds": 10.0})

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import jsonschema
 import pytest
 from referencing import Registry, Resource
 
-from launch_files import LAUNCH, ROOT, SLURM_JOB, parsed, run
+from launch_files import LAUNCH, ROOT, SLURM_JOB, container_of, elastic_objects, parsed, run
 
 SCHEMAS = Path(__file__).parents[1] / "schemas"
 YAML = {
@@ -88,6 +89,58 @@ def test_the_schemas_refuse_mistakes(file, schema, change):
     change(content)
     with pytest.raises(jsonschema.ValidationError):
         validator(schema).validate(content)
+
+
+def elastic_spec(job):
+    return job["spec"]["template"]["spec"]
+
+
+def test_the_elastic_job_fits_its_schema():
+    objects = elastic_objects()
+    assert set(objects) == {"Job", "Service", "Deployment"}
+    for each in objects.values():
+        validator("elasticjob.json").validate(each)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("Job", lambda job: elastic_spec(job).update(restartPolicy="OnFailure")),  # refused with a podFailurePolicy
+        ("Job", lambda job: job["spec"].update(completionMode="NonIndexed")),
+        ("Job", lambda job: job["spec"].update(podReplacementPolicy="TerminatingOrFailed")),
+        ("Job", lambda job: job["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"].update(values=[0])),
+        ("Job", lambda job: container_of(job)["env"][0].update(value="0")),
+        ("Service", lambda service: service["spec"].update(ports=[])),
+        ("Deployment", lambda deployment: deployment["spec"]["template"].pop("metadata")),
+    ],
+)
+def test_the_schema_of_the_elastic_job_refuses_mistakes(kind, change):
+    content = elastic_objects()[kind]
+    change(content)
+    with pytest.raises(jsonschema.ValidationError):
+        validator("elasticjob.json").validate(content)
+
+
+def test_the_elastic_job_agrees_with_its_directory_and_its_program():
+    objects = elastic_objects()
+    job, service, deployment = objects["Job"], objects["Service"], objects["Deployment"]
+    env = {variable["name"]: variable for variable in container_of(job)["env"]}
+    workers = job["spec"]["completions"]
+    assert job["spec"]["parallelism"] == workers, "all workers run at the same time"
+    assert env["WORLD_SIZE"]["value"] == str(workers)
+    (port,) = (each["port"] for each in service["spec"]["ports"])
+    assert env["GOSSAMER_DIRECTORY"]["value"] == f"{service['metadata']['name']}:{port}"
+    command = container_of(deployment)["command"]
+    assert command[command.index("--port") + 1] == str(port)
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == labels == deployment["spec"]["selector"]["matchLabels"]
+
+    _, program, *_ = container_of(job)["command"]
+    text = (ROOT / program).read_text(encoding="utf-8")
+    assert f"grace={elastic_spec(job)['terminationGracePeriodSeconds']})" in text
+    codes = [rule["onExitCodes"] for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    assert codes == [{"operator": "In", "values": [128 + signal.SIGTERM]}]
+    assert "sys.exit(128 + signal.SIGTERM" in text
 
 
 def test_every_file_starts_a_program_that_exists_and_is_in_the_readme():

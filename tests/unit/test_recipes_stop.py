@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gossamer.recipes.graceful_stop import StopTogether, clear, request
+from gossamer.recipes.graceful_stop import StopAlone, StopTogether, clear, request
 
 WORKERS, STEPS = 4, 200
 
@@ -75,3 +75,58 @@ def test_a_worker_that_is_done_delays_no_other(tmp_path):
     other = StopTogether(tmp_path, 0, 2, lockstep=False)
     assert not other(6)
     assert other(9)
+
+
+class Members:
+    """Members of an elastic job: whose turn it is to leave, and who is still there."""
+
+    def __init__(self, folder, ranks, grace=120.0):
+        self.here, self.leaving = list(ranks), set()
+        folder.mkdir(exist_ok=True)
+        self.stops = {r: StopAlone(folder, r, lambda r=r: r in self.leaving, lambda: self.here, grace) for r in ranks}
+
+
+def test_a_member_that_nobody_asks_does_not_stop_and_the_launcher_stops_it(tmp_path):
+    job = Members(tmp_path, range(2))
+    assert not job.stops[0](5)
+    request(tmp_path)
+    assert job.stops[0](6)
+
+
+def test_a_member_that_leaves_alone_does_not_stop(tmp_path):
+    job = Members(tmp_path, range(3), grace=0.1)
+    job.leaving = {1}
+    assert not job.stops[1](5)
+    assert not list(tmp_path.rglob("leaving-*")), "it does not say so any more"
+    job.here.remove(1)
+    job.leaving = {0}
+    assert not job.stops[0](5)
+    job.here.remove(2)
+    assert job.stops[0](6), "nobody is left to continue"
+
+
+def test_members_that_are_all_asked_to_leave_stop_together(tmp_path):
+    job = Members(tmp_path, range(4))
+    for stop_of in job.stops.values():
+        stop_of._called -= 60.0  # a step takes a minute, so each of them waits for the others for two of those
+    job.leaving = set(range(4))
+    stopped = dict.fromkeys(range(4))
+
+    def stop(rank):
+        time.sleep(0.05 * rank)
+        stopped[rank] = job.stops[rank](7)
+
+    threads = [threading.Thread(target=stop, args=(rank,)) for rank in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert all(stopped.values())
+
+
+def test_a_replacement_does_not_find_the_mark_of_the_worker_before_it(tmp_path):
+    (tmp_path / "stop").mkdir()
+    (tmp_path / "stop" / "leaving-00001").touch()
+    job = Members(tmp_path, range(2), grace=0.1)
+    job.leaving = {0}
+    assert not job.stops[0](5)

@@ -216,7 +216,7 @@ def test_a_busy_donor_is_waited_for(asker):
             send_sign(connection, RUN)
         send_state(connection, RUN, b"x" * 3_000_000)
 
-    assert asker(busy, silence=20.0) == b"x" * 3_000_000
+    assert asker(busy, silence=20.0).getvalue() == b"x" * 3_000_000
 
 
 def test_a_donor_that_never_comes_to_the_end_of_its_step_is_given_up(asker):

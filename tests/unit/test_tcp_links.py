@@ -178,7 +178,7 @@ def test_a_worker_that_gives_up_a_meeting_connects_to_all_its_peers(pair):
     wanted = []
     channel = TcpChannel(SimpleNamespace(rank=0, links=zero, connect_to=wanted.append), CHANNEL, 1, None)
     stamp = Stamp(0, PLAN, frozenset({0, 1, 2}), meeting=True)
-    channel._skip(Job(3, 0, lambda scratch: None), ChannelId(0, Purpose.MEETING), stamp, [])
+    channel._skip(Job(3, 0, lambda scratch: None), ChannelId(0, Purpose.MEETING), stamp)
     channel.close(0.0)
     assert sorted(wanted) == [1, 2]
 

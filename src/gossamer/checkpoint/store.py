@@ -301,7 +301,8 @@ class Checkpoints:
         workers = self._participants(gossip, model, optimizer, extra)
         self._collect()
         newest = self.latest()
-        chosen = workers.share(str(-1 if newest is None else newest) if step is None else str(step))[0]
+        said = workers.share(str(-1 if newest is None else newest) if step is None else str(step))
+        chosen = next(filter(None, said))  # empty: of a worker that has died
         problem: GossamerError | None = None
         same, states, manifest = False, [], None
         try:

@@ -192,6 +192,8 @@ def _shown(data: dict[str, Any], asked: ChaosConfig) -> Iterator[Any]:
         f"hangs {data['hangs']}, restarts {data['restarts']}, rejoined {data['rejoined']}, "
         f"final loss {loss} (calm: {calm})"
     )
+    longest = "" if data["longest_meeting_s"] is None else f", the longest took {data['longest_meeting_s']:.2f} s"
+    yield Text(f"meetings {data['meetings']}{longest}")
     yield Text(stall_sentence(data))
     yield Text(memory_sentence(data["memory"]))
     yield Text("left behind: " + ", ".join(f"{v} {k.replace('_', ' ')}" for k, v in data["leaks"].items()))

@@ -32,6 +32,7 @@ class Batch:
 
     sends: list[tuple[int, Tensor]]
     recvs: list[tuple[int, Tensor]]
+    optional: bool = False  # a swap of a weighted round, which this worker's own value in place of the peer's undoes
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ def exchange(
         result.copy_(x)  # pieces that no message touches keep their value
     means: list[Tensor] = []  # of a wired reduce, for the spread that follows
     coded = None if lossless else _Coded(wire, anchor, scratch)
-    for step in program:
+    weighted = len(program) > 1 and all(step.kind == "swap" for step in program)
+    for at, step in enumerate(program):
         value = x if step.source == "x" else result
         if step.kind == "reduce" and not step.wired:
             yield from _reduce_inside(step, value, out, torch.add)
@@ -177,7 +179,8 @@ def exchange(
         elif step.kind == "gather":
             yield Batch(_views(step.sends, result), _views(step.recvs, result))
         else:
-            yield from _swap(step, value, result, coded if step.wired else None, scratch)
+            mixed = [p for earlier in program[:at] if earlier.kind == "swap" for p in earlier.recvs]
+            yield from _swap(step, value, result, coded if step.wired else None, scratch, mixed, optional=weighted)
     return Mixed(result)
 
 
@@ -302,21 +305,30 @@ def _spread(
 
 
 def _swap(
-    step: Step, value: Tensor, result: Tensor, coded: _Coded | None, scratch: Scratch
+    step: Step,
+    value: Tensor,
+    result: Tensor,
+    coded: _Coded | None,
+    scratch: Scratch,
+    mixed: list[Piece],
+    *,
+    optional: bool,
 ) -> Generator[Batch, None, None]:
-    """out += weight * (received - value). On a lossy wire both values are the rounded ones."""
+    """out += weight * (received - value). On a lossy wire both values are the rounded ones. `mixed`: the pieces that
+    earlier swaps have put into the result."""
     if coded is None:
         received = scratch.cut("recv", _sizes(step.recvs), value)
-        yield Batch(_views(step.sends, value), _named(step.recvs, received))
+        yield Batch(_views(step.sends, value), _named(step.recvs, received), optional)
         for p, got in zip(step.recvs, received, strict=True):
             target = result[p.start : p.stop]
-            if p.weight == 0.5 and (step.source == "out" or len(step.recvs) == 1):
+            plain = step.source == "out" or len(step.recvs) == 1
+            if p.weight == 0.5 and plain and not any(q.start < p.stop and p.start < q.stop for q in mixed):
                 target.mul_(0.5).add_(got, alpha=0.5)  # the same bits on both sides of equal parts, and of a pair
             else:
                 target.add_(got.sub_(value[p.start : p.stop]), alpha=p.weight)
         return
     sent = coded.encoded(step, value)
-    incoming = yield from coded.exchanged(step, sent, value)
+    incoming = yield from coded.exchanged(step, sent, value, optional=optional)
     mine = {(p.start, p.stop): payload for p, payload in zip(step.sends, sent, strict=True)}
     for p, theirs in zip(step.recvs, incoming, strict=True):
         own = mine.get((p.start, p.stop))
@@ -348,11 +360,13 @@ class _Coded:
                 wire.mark(payload, -1 if self._id is None else self._id)
         return outgoing
 
-    def exchanged(self, step: Step, outgoing: list[Tensor], value: Tensor) -> Generator[Batch, None, list[Tensor]]:
+    def exchanged(
+        self, step: Step, outgoing: list[Tensor], value: Tensor, *, optional: bool = False
+    ) -> Generator[Batch, None, list[Tensor]]:
         """Send payloads; return those that arrived."""
         wire = self.wire
         incoming = self.scratch.payloads("recv", _sizes(step.recvs), wire, value.device)
-        yield Batch(_named(step.sends, outgoing), _named(step.recvs, incoming))
+        yield Batch(_named(step.sends, outgoing), _named(step.recvs, incoming), optional)
         for p, payload in zip(step.recvs, incoming, strict=True) if wire.anchored and self.scratch.readable else ():
             if wire.marked(payload) != self._id:
                 raise OtherAnchor(p.peer, wire.marked(payload), self._id)

@@ -50,7 +50,7 @@ class Stage:
                     recvs = self._on_host("recv", batch.recvs)
                     self._copy(sends, batch.sends)
                 self._settle()
-                yield Batch(sends, recvs)
+                yield Batch(sends, recvs, batch.optional)
                 with device.running_on(self._stream):
                     self._copy(batch.recvs, recvs)
         finally:

@@ -89,6 +89,7 @@ class Job:
     stamp: Stamp | None = None  # where messages carry a header
     ready: Event | None = None  # on an accelerator: the parameters are as they are to be sent
     given_up: bool = False  # the training thread no longer waits for it
+    left_out: set[int] = field(default_factory=set)  # peers without which a round of an elastic job was carried out
     turn: int | None = None  # jobs with the same turn are carried out in launch order; None: the bucket
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 from typing import Any
 
 from gossamer.comm import Job, clock
@@ -96,3 +98,26 @@ class Metrics:
             "seconds_waited_by_peer": dict(sorted(self.waited.items())),
             "seconds_waited_by_link": dict(sorted(links.items())),
         }
+
+
+class UsualStep:
+    """How long a worker usually takes for a step by itself: the median over its last steps, without waits for peers.
+
+    A mean would follow a single evaluation, checkpoint or compilation. With the waits in it, deadlines that depend on
+    the step would grow by the very waits that they bound.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+        self._last: tuple[int, float, float] | None = None  # steps, time and seconds waited at the last look
+
+    def look(self, lanes: Sequence[Metrics]) -> float | None:
+        """Return the seconds of a usual step, None before two. Call it once per step, with all lanes of the worker;
+        a call without a step in between changes nothing."""
+        steps, now, waited = lanes[0].steps, clock(), sum(lane.waited_total for lane in lanes)
+        if self._last is None or self._last[0] != steps:
+            if self._last is not None:
+                _, before, waited_before = self._last
+                self._seconds.append(max(0.0, now - before - (waited - waited_before)))
+            self._last = steps, now, waited
+        return statistics.median_low(self._seconds) if self._seconds else None

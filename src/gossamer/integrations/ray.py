@@ -75,7 +75,7 @@ def run_elastic(
     _check(train, workers, max_replacements, actor_options)
     ray = _connected()
     address = ray.util.get_node_ip_address()
-    directory = HostedDirectory(address=address)
+    directory = HostedDirectory(address=address, one_job=True)
     environment = {
         "WORLD_SIZE": str(workers),
         "GOSSAMER_DIRECTORY": f"{address}:{directory.port}",

@@ -49,8 +49,8 @@ def run_elastic(
     """Train on local workers that may die; returns the outcome of the worker with the final evaluation, and `deaths`.
 
     A worker that dies, raises or leaves after SIGTERM is replaced while others train, at most `config.max_replacements`
-    times per run. Bad input and the death of the last worker end the run; if the last one gets SIGTERM, it saves a
-    checkpoint.
+    times per run. Bad input and the death of the last worker end the run; if all workers that are left get SIGTERM,
+    they save a checkpoint.
     """
     graceful_stop.clear(folder)
     sweep(folder / "checkpoints")  # no worker is writing yet

@@ -163,6 +163,17 @@ class LabCluster:
         """Undo `cut`."""
         self._namespaces_with(node).mend(node)
 
+    def cut_pair(self, a: int, b: int) -> None:
+        """Lose all packets between nodes a and b, which still reach all others. One pair at a time."""
+        if a == b:
+            raise InputError(f"a pair is two different nodes, got {a} twice; name another one")
+        self._namespaces_with(a)
+        self._namespaces_with(b).cut_pair(a, b)
+
+    def mend_pair(self) -> None:
+        """Undo `cut_pair`."""
+        self._namespaces_with(0).mend_pair()
+
     def slow(self, node: int, rate: str | float | None) -> None:
         """Change the rate of a node's link in both directions; None restores the original rate."""
         self._namespaces_with(node).slow(node, parse_rate(rate))
@@ -249,7 +260,7 @@ def _host_directory(rank: int, address: str) -> int:
     """Host a directory at `address` for as long as this process lives; return its port."""
     from gossamer.comm.tcp import HostedDirectory
 
-    _kept.append(HostedDirectory(address=address))
+    _kept.append(HostedDirectory(address=address, one_job=True))
     return int(_kept[-1].port)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, InputError
 from gossamer.lab.shaping import HUB_ADDRESS, NETWORK, LinkRates, address, reshape, shape
 
 PREFIX = "gsm-"
@@ -102,6 +102,7 @@ class Namespaces:
         self.hub = f"{self.tag}-hub"
         self.names = [f"{self.tag}-n{node}" for node in range(nodes)]
         self._silenced: set[int] = set()
+        self._parted: frozenset[int] = frozenset()
         try:
             self._make()
         except BaseException:
@@ -156,6 +157,18 @@ class Namespaces:
             _batch("bridge", self.hub, [f"link set dev port{node} state {FORWARDING}"])
         else:
             _batch("ip", self.hub, [f"link set dev port{node} up"])
+
+    def cut_pair(self, a: int, b: int) -> None:
+        """Lose all packets between two nodes: isolated ports of a bridge reach only ports that are not isolated."""
+        if self._parted:
+            raise InputError(f"nodes {sorted(self._parted)} are cut off from each other already; mend them first")
+        self._parted = frozenset((a, b))
+        _batch("bridge", self.hub, [f"link set dev port{node} isolated on" for node in (a, b)])
+
+    def mend_pair(self) -> None:
+        """Undo `cut_pair`."""
+        _batch("bridge", self.hub, [f"link set dev port{node} isolated off" for node in sorted(self._parted)])
+        self._parted = frozenset()
 
     def slow(self, node: int, rate: float | None) -> None:
         """Change the rate of a node's link in both directions; None restores the original rate."""

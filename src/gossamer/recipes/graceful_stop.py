@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +24,8 @@ from typing import Protocol
 from gossamer import GossamerError
 
 POLL = 0.02  # seconds
+TOGETHER = 1.0  # seconds, beyond two steps, within which all members of an elastic job get SIGTERM or none but one
+OF_GRACE = 0.25  # part of the grace period that a member waits for the others to be asked, at most
 
 
 def folder_of(run: Path) -> Path:
@@ -148,11 +150,47 @@ class StopHere:
 
 
 class StopAlone(StopHere):
-    """A member of an elastic job: every member stops at its own step."""
+    """A member of an elastic job: every member stops at its own step.
 
-    def __init__(self, run: Path) -> None:
+    The members stop, and save together, if the launcher asks them to, or if each of them has been asked to leave:
+    nobody would continue. A member that is asked to leave says so in the folder, and waits a little for the others.
+
+    Args:
+        leaving: Returns whether this worker has been asked to leave.
+        members: Returns the ranks of the members.
+        grace: Seconds between that request and the end of the process.
+    """
+
+    def __init__(
+        self, run: Path, rank: int, leaving: Callable[[], bool], members: Callable[[], Sequence[int]], grace: float
+    ) -> None:
         super().__init__()
-        self._request = folder_of(run) / "request"
+        self._folder, self._rank, self._leaving, self._members = folder_of(run), rank, leaving, members
+        self._grace, self._called = grace, time.monotonic()
+        self._mark(rank).unlink(missing_ok=True)  # of an earlier process of this rank
 
     def __call__(self, step: int) -> bool:
-        return self._request.exists()
+        before, self._called = self._called, time.monotonic()
+        if self._asked():
+            return True
+        if not self._leaving():
+            return False
+        return self._all_leave(min(TOGETHER + 2 * (self._called - before), OF_GRACE * self._grace))
+
+    def _all_leave(self, seconds: float) -> bool:
+        """Say that this worker leaves; return whether all other members do within so many seconds."""
+        deadline = time.monotonic() + seconds
+        self._folder.mkdir(exist_ok=True)
+        self._mark(self._rank).touch()
+        while not (self._asked() or all(self._mark(rank).exists() for rank in self._members())):
+            if time.monotonic() > deadline:
+                self._mark(self._rank).unlink(missing_ok=True)
+                return False
+            time.sleep(POLL)
+        return True
+
+    def _asked(self) -> bool:
+        return (self._folder / "request").exists()
+
+    def _mark(self, rank: int) -> Path:
+        return self._folder / f"leaving-{rank:05d}"

@@ -17,7 +17,6 @@ from gossamer.recipes.strategy import Strategy
 from gossamer.recipes.task import Task
 
 OBSERVED_EVERY = 1.0  # seconds between rows that also say what each worker sent to whom
-TOGETHER = 0.3  # seconds after which a launcher that got SIGTERM as well has asked all workers to stop and save
 
 Row = dict[str, Any]
 Clock = Callable[[int], float]
@@ -124,10 +123,8 @@ def train(
 
     misses_meeting()
     while progress.step < config.steps:
-        leaving = strategy.leaving
-        if leaving:
-            time.sleep(TOGETHER)
-        if stop(progress.step) or (leaving and strategy.last):
+        leaving = strategy.leaving  # before the stop, which waits until all members are asked to leave
+        if stop(progress.step):
             progress.stopped = True
             pause(False, strategy.needs_saving(progress.step, began=began, saved=saved))
             return progress

@@ -88,11 +88,6 @@ class Strategy(ABC):
         """Whether this worker was asked to leave the others, which continue without it."""
         return False
 
-    @property
-    def last(self) -> bool:
-        """Whether nobody continues if this worker leaves."""
-        return False
-
     def workers_of(self, replica: Replica) -> int:
         """Return the number of workers whose batches make the replica's gradient, in all processes."""
         return len(replica.members)
@@ -326,7 +321,7 @@ class ElasticStrategy(GossipStrategy):
     def __init__(self, task: Task, method: Method, config: RunConfig, rank: int, trace: Path | None):
         super().__init__(task, method, config, rank, trace)
         assert isinstance(self.gossip, gossamer.ElasticGossip)
-        self._batches = config.micro_batches
+        self._batches, self._grace = config.micro_batches, config.grace
         if threading.current_thread() is threading.main_thread():  # only that one may set handlers
             self.gossip.leave_on(signal.SIGTERM, grace=config.grace)
 
@@ -342,10 +337,6 @@ class ElasticStrategy(GossipStrategy):
     @property
     def leaving(self) -> bool:
         return self.gossip.leaving
-
-    @property
-    def last(self) -> bool:
-        return len(self.gossip.stats()["members"]) == 1
 
     def waits(self) -> dict[str, Any]:
         return {**super().waits(), "deadlines": self.gossip.stats()["deadline_seconds_by_peer"]}
@@ -381,7 +372,8 @@ class ElasticStrategy(GossipStrategy):
         return step > began  # members stop at different steps, and all of those that have trained must meet
 
     def make_stop(self, folder: Path) -> Stop:
-        return StopAlone(folder)
+        gossip = self.gossip
+        return StopAlone(folder, self.places[0], lambda: gossip.leaving, lambda: gossip.stats()["members"], self._grace)
 
     def save(self, checkpoints: gossamer.Checkpoints, step: int | None, progress: dict[str, Any]) -> None:
         super().save(checkpoints, None, progress)  # members may be at different steps

@@ -10,6 +10,7 @@ from gossamer.errors import InputError
 from gossamer.report.plots.style import DASHES, INK, check_output, new_figure, save, say, tidy
 
 COLORS = {"kill": "#882255", "stop": "#e69f00", "cut": "#5d3a9b", "join": "#009e73", "slow": "#7f5f2a"}
+COLORS |= {"pair": "#8c7ae6", "term": "#66c2a5"}
 TRAINS, LOSS, CALM, STALLED = "#9ecae1", "#0072b2", "#8a8f98", "#d1342f"
 MIN_STALL = 0.5  # seconds; shorter stalls cannot be seen in a picture of minutes
 
@@ -153,6 +154,8 @@ def markdown(data: Mapping[str, Any]) -> str:
     ]
     for name in ("hangs", "restarts", "longest_stall_s", "calm_longest_stalls_s", "rejoined", "rejoin_s"):
         lines.append(f"| {name} | {_text(data[name])} |")
+    for name in ("meetings", "longest_meeting_s", "longest_meeting_of_a_victim_s", "meetings_that_differ"):
+        lines.append(f"| {name} | {_text(data.get(name))} |")
     for name in ("final_loss", "calm_final_losses", "leaks", "valid", "cpu_use"):
         lines.append(f"| {name} | {_text(data[name])} |")
     if data["faults"]:

@@ -110,3 +110,9 @@ def _program(round: Round, layout: Layout, worker: int, size: int, hierarchical:
 @lru_cache(maxsize=16384)
 def _program_inside(round: Round, layout: Layout, worker: int, size: int) -> Program:
     return program_inside(round, layout, worker, size)
+
+
+def forget_programs() -> None:
+    """Free the programs that were made so far; those still needed are made again. For jobs whose members change."""
+    _program.cache_clear()
+    _program_inside.cache_clear()

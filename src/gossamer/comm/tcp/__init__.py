@@ -3,7 +3,7 @@
 `Rendezvous` brings a worker into the job, `Membership` keeps track of who is in it, `TcpTransport` carries exchanges.
 """
 
-from gossamer.comm.tcp.directory import DirectoryClient, HostedDirectory, Unreachable, look
+from gossamer.comm.tcp.directory import GONE, DirectoryClient, HostedDirectory, Unreachable, look, settle
 from gossamer.comm.tcp.edge_deadlines import SILENT
 from gossamer.comm.tcp.frame import Ask, Refused, Verdict, digest, read_json, whole_numbers
 from gossamer.comm.tcp.links import send_sign, send_state
@@ -13,6 +13,7 @@ from gossamer.comm.tcp.rendezvous import Arrival, Rendezvous
 from gossamer.comm.tcp.transport import TcpChannel, TcpTransport
 
 __all__ = [
+    "GONE",
     "SILENT",
     "Arrival",
     "Ask",
@@ -32,5 +33,6 @@ __all__ = [
     "read_json",
     "send_sign",
     "send_state",
+    "settle",
     "whole_numbers",
 ]

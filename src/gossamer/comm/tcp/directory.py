@@ -3,6 +3,11 @@
 It holds addresses and a record of the members, nothing that training needs from step to step: when the directory is
 gone, the workers continue over the links they have, and only joins and agreements wait. A store client can hang when
 the network is cut, so a thread of its own asks it; when a request takes too long, thread and connection are replaced.
+
+Note [Why jobs are numbered]: the record of a job that all members have left in good order stays, without members, and
+so does what its founders shared. The workers of the next job must not meet among these keys. The first of them
+therefore declares the record ENDED and counts one job on, and each job has keys of its own. The record decides between
+that worker and a member of the old job that was away and comes back: only one of them can replace the empty record.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +26,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from gossamer.comm.deadline import Deadline
 from gossamer.comm.process_groups import default_store
+from gossamer.comm.tcp.frame import read_json
 from gossamer.comm.tcp.keeper import Keeper
 from gossamer.comm.transport import PeerError
 from gossamer.errors import GossamerError, InputError
@@ -30,12 +36,20 @@ POLL = 0.02  # seconds between checks of whether all workers have shared their t
 LONGEST_POLL = 0.2  # the same after a while
 PREFIX = "gossamer"  # of all keys
 NOTHING = "\0"  # a value that no key has
+JOB = "job"  # the key of the number of the job that the directory holds, where that is not 0
+ONE_JOB = "one job"  # the key that says that there is no other job after the first one
+ENDED = "ended"  # the record of a job that is over: see Note [Why jobs are numbered]
+GONE = "\0gone"  # the text of a worker that is waited for no more
 NONSENSE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)  # of a request
 T = TypeVar("T")
 
 
 class Unreachable(GossamerError):
     """The directory does not answer."""
+
+
+class Ended(GossamerError):
+    """All members have left this worker's job, and another job has begun in the directory."""
 
 
 class HostedDirectory:
@@ -48,6 +62,8 @@ class HostedDirectory:
             members of a running job put back what it must hold.
         forget_after: Seconds without a sign of any worker after which the job is over and the directory is empty again,
             so that its workers can found the next one from a checkpoint. Default: never.
+        one_job: Whether workers that come after all members have left are too late, as replacements in a launcher are,
+            and raise PeerError. Default: they found the next job.
     """
 
     def __init__(
@@ -57,6 +73,7 @@ class HostedDirectory:
         *,
         file: str | os.PathLike[str] | None = None,
         forget_after: float | None = None,
+        one_job: bool = False,
     ):
         listener = socket.create_server((address, port), backlog=1024)  # torch would listen on every interface
         name, self.port = listener.getsockname()[:2]
@@ -71,11 +88,16 @@ class HostedDirectory:
             except BaseException:
                 self._store = None
                 raise
+        if one_job:
+            PrefixStore(PREFIX, self._store).set(ONE_JOB, "yes")
 
     @property
     def founded(self) -> bool:
         """Whether all workers have met here and founded their job."""
-        return self._store is not None and look(PrefixStore(PREFIX, self._store), "record") != ""
+        if self._store is None:
+            return False
+        root = PrefixStore(PREFIX, self._store)
+        return look(_job_store(root, int(look(root, JOB) or 0)), "record") != ""
 
     def close(self) -> None:
         """Stop serving. Workers continue to train, but nobody can join."""
@@ -113,6 +135,7 @@ class DirectoryClient:
     def __init__(self, connect: Callable[[float], Store], first_wait: float, hosted: Store | None = None):
         self._connect, self._hosted = connect, hosted
         self._first_wait = self._next_wait = first_wait
+        self._job: int | None = None  # the number of this worker's job
         self._lock = threading.Lock()
         self._stopped = False
         self.refusals = 0  # answers of the directory that were nonsense
@@ -175,17 +198,22 @@ class DirectoryClient:
         timeout: float,
         stop: Callable[[], bool] = lambda: False,
         write: Callable[[Store, str, str], object] = Store.set,
+        gone: Callable[[], Iterable[int]] = tuple,
     ) -> list[str] | None:
         """Return the text of all `size` workers for `name`, by rank. Return None if `stop()` while waiting.
 
-        The text of a worker is its latest one; with `write=settle`, its first one.
+        The text of a worker is its latest one; with `write=settle`, its first one. With `gone`, which needs
+        `write=settle`, workers are not waited for once it names them: all workers then get the text GONE for them.
         """
-        deadline, pause = Deadline(timeout), POLL
+        deadline, pause, given_up = Deadline(timeout), POLL, set[int]()
         self.ask_at_start(lambda store: write(store, f"{name}/{rank}", text))
         keys = [f"{name}/{r}" for r in range(size)]
         while not self.ask(lambda store: store.check(keys)):  # one message, whatever the number of workers
             if stop():
                 return None
+            for other in set(gone()) - given_up:
+                self.ask(lambda store, key=keys[other]: settle(store, key, GONE))  # type: ignore[misc]
+                given_up.add(other)
             pause = min(LONGEST_POLL, 1.5 * pause)
             if not deadline.sleep(pause):
                 missing = self.ask(lambda store: [r for r, key in enumerate(keys) if not store.check([key])])
@@ -212,7 +240,7 @@ class DirectoryClient:
             try:
                 if store is None:
                     wait, self._next_wait = self._next_wait, ANSWER
-                    store = PrefixStore(PREFIX, self._connect(wait))
+                    store = self._open(wait)
                 answer.put((True, request(store)))
             except Exception as error:
                 if isinstance(error, NONSENSE):  # the connection is fine, but what it says is not
@@ -220,6 +248,43 @@ class DirectoryClient:
                 else:
                     store = None  # a failed connection stays failed, so open another one next time
                 answer.put((False, error))
+
+    def _open(self, wait: float) -> Store:
+        """Connect, and return the part of the store that belongs to this worker's job."""
+        root = PrefixStore(PREFIX, self._connect(wait))
+        if self._job is None:
+            self._job = _current_job(root)
+        elif self._job:
+            settle(root, JOB, str(self._job))  # a directory that was restarted is empty
+        return _job_store(root, self._job)
+
+
+def _job_store(root: Store, job: int) -> Store:
+    return PrefixStore(str(job), root) if job else root
+
+
+def _current_job(root: Store) -> int:
+    """The number of the job to found or to join: see Note [Why jobs are numbered]."""
+    while True:
+        text = look(root, JOB)
+        job = int(text or 0)
+        if look(root, ONE_JOB):
+            return job
+        store = _job_store(root, job)
+        record = look(store, "record")
+        declared = _is_empty(record) and store.compare_set("record", record, ENDED).decode() == ENDED
+        if not (declared or record == ENDED):
+            return job
+        root.compare_set(JOB, text, str(job + 1))
+
+
+def _is_empty(record: str) -> bool:
+    """Whether this is a record without members: all have left."""
+    try:
+        fields = read_json(record) if record else None
+    except ValueError:  # members repair it
+        return False
+    return isinstance(fields, dict) and fields.get("members") == {}
 
 
 def look(store: Store, key: str) -> str:

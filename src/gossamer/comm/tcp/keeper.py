@@ -17,8 +17,8 @@ from gossamer.errors import GossamerWarning, InputError
 
 EVERY = 1.0  # seconds between two looks at the store
 NOTHING = "\0"  # a value that no key has
-SUSPICIONS = "gossamer/suspect/"
-SIGNS = "gossamer/present/"  # what each worker renews while it lives
+SUSPICIONS = "/suspect/"  # in keys
+SIGNS = "/present/"  # in keys that each worker renews while it lives
 
 
 class Keeper:
@@ -46,11 +46,11 @@ class Keeper:
 
     def look(self, now: float) -> None:
         """Write the contents if they have changed; forget the job if all of its workers are gone at time `now`."""
-        keys = [key for key in self._store.list_keys() if not key.startswith(SUSPICIONS)]
+        keys = [key for key in self._store.list_keys() if SUSPICIONS not in key]
         # Workers delete keys, and `get` would wait for a key that is gone; this changes nothing, and does not wait.
         read = {key: self._store.compare_set(key, NOTHING, NOTHING) for key in keys}
         held = {key: value for key, value in read.items() if value != NOTHING.encode()}
-        signs = {key: value for key, value in held.items() if key.startswith(SIGNS)}
+        signs = {key: value for key, value in held.items() if SIGNS in key}
         kept = {key: value for key, value in held.items() if key not in signs}
         self._orphaned = self._orphaned and not signs
         if signs != self._signs or not (signs or self._orphaned):  # without signs a job is only beginning

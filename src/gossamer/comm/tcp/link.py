@@ -26,6 +26,7 @@ CHUNK = 2**20  # bytes to read or write at once
 WAKE_UP = 2**17  # bytes to wake up for
 POLL = 0.05  # seconds between checks of whether a send was given up
 TRASH = memoryview(bytearray(CHUNK))
+PORT_CLOSED = "its port is closed"  # the one reason of `Peer.dead` that does not last: see `Peer.gone`
 Subject = tuple[Kind, ChannelId, int]  # what a short frame is about; the int is the bucket
 
 
@@ -47,12 +48,18 @@ class Peer:
     incarnation: str = ""
     link: Link | None = None
     heard: float = field(default_factory=time.monotonic)
-    dead: str = ""  # the reason why this process cannot come back
+    dead: str = ""  # the reason why exchanges with this process end at once
     late: bool = False
     rounds: list[int] = field(default_factory=list)  # as of the last heartbeat
     last_beat: float | None = None
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # seconds between the last heartbeats
     lasting: dict[Subject, bytes] = field(default_factory=dict)  # SKIPPED and VERDICT frames, repeated on new links
+
+    @property
+    def gone(self) -> bool:
+        """Whether this process cannot come back. A closed port is no proof: a firewall refuses in the same way, and
+        the process is there again once it connects, or is reached."""
+        return bool(self.dead) and self.dead != PORT_CLOSED
 
     def beat(self) -> None:
         """Note that a heartbeat of the peer has arrived."""
@@ -99,6 +106,7 @@ class Link:
         self._writable.register(connection, select.POLLOUT)
         self._low = 1
         self.open = True
+        self.used = time.monotonic()  # when it last carried a part of a message, or was opened
         self._thread = threading.Thread(target=self._read, name=f"gossamer-link-{peer.rank}", daemon=True)
 
     def start(self) -> None:
@@ -120,7 +128,7 @@ class Link:
                     raise Lost(f"the connection with worker {self.peer.rank} is closed")
                 try:  # straight from the tensor's memory; the header travels in the first segment of the payload
                     sent = self.connection.sendmsg(_beginning(parts), (), socket.MSG_DONTWAIT)
-                    parts, begun = _without(parts, sent), True
+                    parts, begun, self.used = _without(parts, sent), True, time.monotonic()
                 except BlockingIOError:
                     accepted = self._writable.poll(POLL * 1000)
                     if not accepted and given_up is not None and given_up():
@@ -221,7 +229,7 @@ class Link:
             if got == 0:
                 raise ConnectionError("it closed the connection in the middle of a message")
             done += got
-            self.peer.heard = time.monotonic()
+            self.peer.heard = self.used = time.monotonic()
         self._wake_at(1)
         self.peer.late = False
         inbox.complete(slot)

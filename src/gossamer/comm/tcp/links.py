@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from dataclasses import replace
 
 from gossamer.comm.deadline import Deadline
 from gossamer.comm.tcp.frame import (
+    HANDSHAKE,
     HEADER,
     Ask,
     FrameHeader,
@@ -23,7 +25,7 @@ from gossamer.comm.tcp.frame import (
     read_into,
 )
 from gossamer.comm.tcp.inbox import Inbox
-from gossamer.comm.tcp.link import CHUNK, Link, Peer
+from gossamer.comm.tcp.link import CHUNK, PORT_CLOSED, Link, Peer
 
 CONNECT = 1.0  # seconds to open a connection
 LONGEST_STATE = 2**40
@@ -35,7 +37,8 @@ class LinkTable:
     Args:
         rank: This worker's rank.
         run: The id of the run; frames of other runs are refused.
-        longest: The largest payload, in bytes, that a frame of this job can have.
+        longest: The largest payload, in bytes, that a frame of this job can have, and the most that is kept of the
+            early messages of a peer.
         hello: Returns what this worker says about itself in a handshake.
         on_frame: Called with every frame that is not a message of an exchange, by the thread that read it.
         on_closed: Called when a link has closed, except by `close`.
@@ -53,7 +56,7 @@ class LinkTable:
         arrived: Callable[[int, float], None] = lambda sender, lag: None,
     ):
         self.rank, self.run, self.longest = rank, run, longest
-        self.inbox = Inbox(arrived)
+        self.inbox = Inbox(arrived, longest, len(hello().rounds) or None)  # no rounds: a static job
         self.peers: dict[int, Peer] = {}
         self.refusals: dict[int, int] = {}  # by rank, -1 for strangers
         self.last_refusal = ""
@@ -84,23 +87,30 @@ class LinkTable:
         """Return whether there is a link with `peer`; open it first if this worker has the higher rank.
 
         The worker with the lower rank only gives notice: the peer may not know yet that this worker is a member, and
-        would read the record of the members half a second later. A closed port marks the peer as dead.
+        would read the record of the members half a second later. A closed port marks the peer as dead, until it is
+        reached or connects.
         """
         if peer.link is not None:
             return True
-        if peer.address is None or peer.dead or self._stopped:
+        if peer.address is None or peer.gone or self._stopped:
             return False
         try:
             connection = socket.create_connection(peer.address, timeout=CONNECT)
         except ConnectionRefusedError:
-            peer.dead = "its port is closed"
-            self.inbox.lose(peer.rank, "it is dead")
+            with self._lock:  # it may have connected meanwhile
+                refused = peer.link is None
+                if refused:
+                    peer.dead = peer.dead or PORT_CLOSED
+            if refused:
+                self.inbox.lose(peer.rank, "it is dead")
             return False
         except OSError:
             return False
         if self.rank < peer.rank:
             with connection, suppress(OSError, Refused):
-                meet(connection, replace(self._hello(), ask=Ask.NOTICE), first=True)
+                theirs = meet(connection, replace(self._hello(), ask=Ask.NOTICE), first=True)
+                if (theirs.run, theirs.incarnation) == (self.run.hex(), peer.incarnation):
+                    self._answers(peer)
             return False
         try:
             mine = self._hello()
@@ -127,16 +137,24 @@ class LinkTable:
         if theirs.rank != peer.rank or len(theirs.rounds) != len(mine.rounds):
             raise Refused(f"worker {theirs.rank} with {len(theirs.rounds)} lanes answers at its address")
 
+    def _answers(self, peer: Peer) -> None:
+        """The process of `peer` is there: a refused connection did not mean that it is dead."""
+        with self._lock:
+            if peer.dead and not peer.gone:
+                peer.dead = ""
+
     def install(self, peer: Peer, connection: socket.socket) -> None:
-        """Use `connection` as the link with `peer`, in place of an older one."""
+        """Use `connection` as the link with `peer`, in place of an older one, whose messages may be lost."""
         link = Link(connection, peer, self)
         with self._lock:
             old, peer.link = peer.link, link
+            self._answers(peer)
             for subject, frame in peer.lasting.items():
                 link.post(subject, frame)
             peer.heard = time.monotonic()
         if old is not None:
             old.close("it connected again")
+            self.inbox.lose(peer.rank, "it connected again")  # before the new link is read: its messages are awaited
         link.start()
         link.flush()
         if self._stopped:
@@ -152,18 +170,26 @@ class LinkTable:
             return False
         return (hello.run, hello.incarnation) == (self.run.hex(), incarnation)
 
-    def fetch(self, address: tuple[str, int], ask: Ask, timeout: float, silence: float | None = None) -> bytes:
+    def fetch(
+        self,
+        address: tuple[str, int],
+        ask: Ask,
+        timeout: float,
+        silence: float | None = None,
+        handshake: float = HANDSHAKE,
+    ) -> io.BytesIO:
         """Return the state of the worker at `address`, over a connection of its own.
 
-        Raise TimeoutError if that worker does not begin to send within `timeout` seconds, or was silent for `silence`
-        seconds (default: `timeout`); it sends heartbeats until it comes to the end of its step.
+        Raise TimeoutError if that worker does not take part in the `handshake` in so many seconds, does not begin to
+        send within `timeout` seconds, or was silent for `silence` seconds (default: `timeout`); it sends heartbeats
+        until it comes to the end of its step.
         """
-        deadline, limit = Deadline(timeout), timeout if silence is None else silence
+        deadline = Deadline(timeout)
         with socket.create_connection(address, timeout=CONNECT) as connection:
-            theirs = meet(connection, replace(self._hello(), ask=ask), first=True, seconds=limit)
+            theirs = meet(connection, replace(self._hello(), ask=ask), first=True, seconds=handshake)
             if theirs.run != self.run.hex():
                 raise Refused(f"it belongs to run {theirs.run!r:.100}")
-            connection.settimeout(limit)
+            connection.settimeout(timeout if silence is None else silence)
             while True:
                 header = FrameHeader.unpack(read_exactly(connection, HEADER.size), self.run, LONGEST_STATE)
                 if header.kind is Kind.STATE:
@@ -172,12 +198,14 @@ class LinkTable:
                     raise Refused(f"it sent {header.kind.name} in place of its state")
                 if deadline.expired:
                     raise TimeoutError(f"it did not come to the end of its step within {timeout:g} s")
+            data = io.BytesIO()  # filled in place: a state is as large as the model and its optimizers
             try:
-                data = bytearray(header.length)
+                data.seek(max(0, header.length - 1))
+                data.write(bytes(min(1, header.length)))
             except MemoryError:
                 raise Refused(f"its state has {header.length} bytes, more than this worker has memory for") from None
-            read_into(connection, memoryview(data))
-            return bytes(data)
+            read_into(connection, data.getbuffer())
+            return data
 
     def send_all(self, header: FrameHeader, payload: bytes = b"", *, to: Iterable[int] | None = None) -> None:
         """Send a short frame to every linked peer, or to the ranks `to`. Never waits: a link sends it when free."""
@@ -201,12 +229,15 @@ class LinkTable:
 
     def received(self, peer: Peer, header: FrameHeader, payload: bytes) -> None:
         """Handle a frame that is not a message of an exchange."""
+        why = ""
         if header.kind is Kind.SKIPPED:
-            self.inbox.skip(peer.rank, header.channel, header.bucket, header.round)
+            why = self.inbox.skip(peer.rank, header.channel, header.bucket, header.round)
         elif header.kind is Kind.VERDICT:
-            self.inbox.judge(peer.rank, header.channel.lane, Verdict.unpack(payload))
+            why = self.inbox.judge(peer.rank, header.channel.lane, Verdict.unpack(payload))
         else:
             self._on_frame(peer, header, payload)
+        if why:
+            self.refused(peer.rank, f"{header.kind.name}: {why}")
 
     def refused(self, rank: int, why: str) -> None:
         """Count a message that was refused, by the rank that sent it."""
@@ -232,11 +263,11 @@ class LinkTable:
                 link.close("this worker leaves")
 
 
-def send_state(connection: socket.socket, run: bytes, data: bytes) -> None:
+def send_state(connection: socket.socket, run: bytes, data: bytes | memoryview) -> None:
     """Answer a `LinkTable.fetch`. The timeout of `connection` holds for each CHUNK bytes, not for all of them."""
-    connection.sendall(FrameHeader(Kind.STATE, run, len(data)).pack())
     view = memoryview(data)
-    for at in range(0, len(data), CHUNK):
+    connection.sendall(FrameHeader(Kind.STATE, run, len(view)).pack())
+    for at in range(0, len(view), CHUNK):
         connection.sendall(view[at : at + CHUNK])
 
 

@@ -14,10 +14,16 @@ from gossamer.comm.tcp.record import Member
 
 BEAT = 0.1  # seconds between heartbeats
 RETRY = 0.2  # seconds between attempts to connect
+IDLE = 60.0  # seconds for which a link stays open that no round needs, after its last use
 
 
 class Liveness:
     """Sends heartbeats to all linked peers, keeps links with the watched members, and judges whether they live.
+
+    Watched are the neighbors in rounds and, while a message of them is awaited and for IDLE seconds after that, members
+    that this worker exchanges with otherwise, as in meetings. Links with others are closed, or n workers would keep
+    n (n - 1) links after their first meeting. If a peer uses a link at the very moment at which this worker closes it,
+    the exchange fails and is repeated as after any other broken connection.
 
     Args:
         links: The links of this worker.
@@ -37,7 +43,10 @@ class Liveness:
     ):
         self._links, self._hard = links, hard_deadline
         self._members, self._heartbeat, self._on_doubt = members, heartbeat, on_doubt
-        self._watched: set[int] = set()
+        self._lock = threading.Lock()
+        self.neighbors: frozenset[int] = frozenset()
+        self._wanted: dict[int, float] = {}  # other ranks to have a link with, and since when
+        self._watched: frozenset[int] = frozenset()
         self._connecting: set[int] = set()
         self._reported: set[str] = set()  # incarnations that seemed dead
         self._stopped = False
@@ -46,19 +55,30 @@ class Liveness:
         self._thread.start()
 
     def watch(self, ranks: Iterable[int]) -> None:
-        """Have links with exactly these members, and watch whether they live."""
-        wanted = set(ranks)
-        for rank in wanted - self._watched:
-            self._links.peer(rank).heard = time.monotonic()  # nothing was expected of it before now
-        self._watched = wanted
+        """Have links with these members as long as they are the neighbors in rounds, and watch whether they live."""
+        self.neighbors = frozenset(ranks)
+        self._renew()
         self._hurry.set()
 
     def also_watch(self, rank: int) -> None:
-        """Have a link with this member, too."""
-        if rank not in self._watched:
-            self._links.peer(rank).heard = time.monotonic()
-            self._watched.add(rank)  # in place: several threads may add ranks at the same time
+        """Have a link with this member, too, for the next IDLE seconds."""
+        with self._lock:
+            self._wanted[rank] = time.monotonic()
+            known = rank in self._watched
+        if not known:
+            self._renew()
             self._hurry.set()
+
+    def _renew(self) -> None:
+        """Determine who is watched. Of members that were not, nothing was expected before now."""
+        awaited = self._links.inbox.awaited()
+        with self._lock:
+            now = time.monotonic()
+            self._wanted = {rank: at for rank, at in self._wanted.items() if now - at < IDLE}
+            watched = self.neighbors | self._wanted.keys() | awaited
+            for rank in watched - self._watched:
+                self._links.peer(rank).heard = now
+            self._watched = watched
 
     def dead(self) -> list[tuple[int, Member]]:
         """Watched members that are dead, or silent for too long."""
@@ -99,13 +119,15 @@ class Liveness:
                 self.restart_silence()
             last = now
             self._links.send_all(*self._heartbeat())
+            self._renew()
+            self._close_idle_links()
             for _, member, peer in self._watched_members():
                 self._look_at(peer, member)
             self._hurry.wait(BEAT)
             self._hurry.clear()
 
     def _look_at(self, peer: Peer, member: Member) -> None:
-        if peer.link is None and not peer.dead and peer.rank not in self._connecting:
+        if peer.link is None and not peer.gone and peer.rank not in self._connecting:
             thread = threading.Thread(target=self._connect, args=(peer,), name="gossamer-connect", daemon=True)
             self._connecting.add(peer.rank)
             try:
@@ -119,10 +141,21 @@ class Liveness:
             if member.incarnation not in self._reported:
                 self._reported.add(member.incarnation)
                 self._on_doubt()
+        else:
+            self._reported.discard(member.incarnation)
+
+    def _close_idle_links(self) -> None:
+        if self._links.inbox.in_a_meeting():  # others may need a link later in the same exchange
+            return
+        now = time.monotonic()
+        for peer in list(self._links.peers.values()):
+            link = peer.link
+            if link is not None and peer.rank not in self._watched and now - link.used > IDLE:
+                link.close(f"it was not used for {IDLE:g} s")
 
     def _connect(self, peer: Peer) -> None:
         try:
-            if not self._links.connect(peer) and not peer.dead:
+            if not self._links.connect(peer) and not peer.dead:  # of a closed port `_look_at` tells
                 self._on_doubt()  # this worker may not be a member any more
             time.sleep(RETRY)  # also after success: the other side may close the connection at once
         finally:

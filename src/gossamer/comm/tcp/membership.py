@@ -21,8 +21,10 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
-from gossamer.comm.tcp.directory import Unreachable
+from gossamer.comm.process_groups import Store
+from gossamer.comm.tcp.directory import Ended, Unreachable
 from gossamer.comm.tcp.edge_deadlines import SILENT, EdgeDeadlines
 from gossamer.comm.tcp.frame import Ask, FrameHeader, Hello, Kind, Refused, Verdict, read_json, whole_numbers
 from gossamer.comm.tcp.link import Peer
@@ -69,6 +71,9 @@ class Membership:
         self._rounds = [0] * arrival.lanes
         self._serve, self._margin = serve, margin
         self._left = False
+        self._ended = False  # the job is over, and another one has begun
+        self.recoveries = 0  # how often the directory has answered again
+        self._observers = observers
         self.deadlines = EdgeDeadlines(soft_deadline)
         self.decided = -1  # the latest stage of a meeting that is decided, as far as this worker has heard
         self._heeded = -1  # the latest stage whose news has ended a wait
@@ -103,32 +108,46 @@ class Membership:
     @property
     def excluded(self) -> bool:
         """Whether the others continue without this worker: it is joining, was silent for too long, or cut off."""
-        return self.record.members.get(self.rank) != self.me
+        return self._ended or self.record.members.get(self.rank) != self.me
 
     @property
     def closed(self) -> bool:
         """Whether this worker has closed its connections."""
         return self._stopped.is_set()
 
+    def current(self) -> Record:
+        """The record in the directory. Raise Unreachable if there is none, and Ended if the job is over."""
+        return self._agreement.read()
+
     def donors(self) -> list[Member]:
-        """Members that can serve their state, those of this node first."""
-        members = self._agreement.read().members
-        others = [(m.node != self.me.node, r, m) for r, m in members.items() if r != self.rank]
-        return [m for _, _, m in sorted(others, key=lambda entry: entry[:2])]
+        """Members that can serve their state: those of this node first, and different ones for different ranks."""
+        members = self.current().members
+        others = [(m.node != self.me.node, (r - self.rank) % self.size, m) for r, m in members.items()]
+        return [m for _, distance, m in sorted(others, key=lambda entry: entry[:2]) if distance]
 
     def admit(self, rounds: list[int]) -> None:
         """Become a member, as a new process, with a state that has `rounds` rounds of each lane."""
         self._rounds = list(rounds)
+        self._begin_anew()
+        self._change(self._with_me)
+
+    def admit_alone(self, gone: Record) -> None:
+        """Become the only member, with the state that this worker has, in place of the members of `gone`, who are all
+        gone. Nothing changes if the members have changed since: then there may be one whose state to take."""
+        self._begin_anew()
+        mine = {self.rank: self.me}
+        self._change(lambda now: self._next(now, mine) if now.members == gone.members else None)
+
+    def _begin_anew(self) -> None:
         self.me = replace(self.me, incarnation=secrets.token_hex(8))
         self.links.forget_lasting()
         self._liveness.restart_silence()
-        self._change(self._with_me)
 
     def leave(self) -> None:
         """Tell the others that this worker leaves, so that nobody waits for it."""
         self._left = True
         self.links.send_all(FrameHeader(Kind.LEAVING, self.run))
-        with suppress(Unreachable):
+        with suppress(Unreachable, Ended):
             self._change(lambda record: self._without(record, self.rank, self.me))
         for peer in list(self.links.peers.values()):
             peer.dead = peer.dead or "is in a job that this worker has left"
@@ -155,14 +174,17 @@ class Membership:
             payload = json.dumps(rounds_after).encode()
             self.links.send_all(FrameHeader(Kind.JUMPED, self.run, len(payload), epoch=self.record.epoch), payload)
 
-    def announce(self, stage: int) -> None:
-        """Tell all members that a stage of a meeting is decided; the news travels on the links."""
+    def announce(self, stage: int, *, heard: bool = False) -> None:
+        """Tell the members that a stage of a meeting is decided; the news travels on the links. A worker that has found
+        it out tells all that it has links with. One that has `heard` it passes it on to its neighbors in rounds only,
+        or n workers that are all linked would send n^2 frames; those that it does not reach read the directory."""
         with self._news:
             if stage <= self.decided:
                 return  # passed on already
             self.decided = stage
             self._news.notify_all()
-        self.links.send_all(FrameHeader(Kind.DECIDED, self.run, epoch=self.record.epoch, round=stage))
+        to = (self._liveness.neighbors or None) if heard else None
+        self.links.send_all(FrameHeader(Kind.DECIDED, self.run, epoch=self.record.epoch, round=stage), to=to)
 
     def await_news(self, stage: int, seconds: float) -> bool:
         """Wait at most `seconds` for the news that `stage`, or a later one, is decided.
@@ -195,11 +217,16 @@ class Membership:
         return max((p.rounds[lane] for p in peers if p.rounds and not p.dead), default=0)
 
     def watch(self, ranks: Iterable[int]) -> None:
-        """Have links with exactly these members, and watch whether they live."""
+        """Have links with these members as long as they are this worker's neighbors, and watch whether they live."""
         self._liveness.watch(set(ranks) - {self.rank})
 
+    def watch_founders(self, record: Record) -> None:
+        """Watch this worker's neighbors among the founders, before there is a plan to follow: founders may die while
+        others wait for the initial state."""
+        self.watch(self._observers(record, self.rank))
+
     def connect_to(self, rank: int) -> None:
-        """Have a link with this member, too."""
+        """Have a link with this member, too, for a while."""
         self._liveness.also_watch(rank)
 
     # -- agreement -----------------------------------------------------------------------------------------------
@@ -217,10 +244,14 @@ class Membership:
                 self._follow(self._agreement.read())
                 if pause > LOOK:  # perhaps this worker was cut off, not the others
                     self._liveness.restart_silence()
+                    self.recoveries += 1
                 pause = LOOK
                 self._drop_dead()
             except Unreachable:
                 pause = min(2 * pause, LONGEST_LOOK)
+            except Ended:
+                self._ended = True
+                return
             except Exception as error:  # without this thread nobody would be dropped or admitted, and nobody told
                 self.directory.refuse(f"the record of the members cannot be followed: {error!r:.200}")
                 pause = min(2 * pause, LONGEST_LOOK)
@@ -234,6 +265,7 @@ class Membership:
             known = record.members.get(rank) == member and record.members.get(self.rank) == self.me
             if known and self._suspicions.confirmed(record, rank):
                 self._change(lambda now, r=rank, m=member: self._without(now, r, m))  # type: ignore[misc]
+                self.directory.ask(partial(_forget_suspicions, record, rank))
 
     def _change(self, propose: Callable[[Record], Record | None]) -> None:
         self._follow(self._agreement.change(propose))
@@ -253,9 +285,9 @@ class Membership:
         return Record(record.epoch + 1, members, [k + self._margin for k in furthest])
 
     def _check(self, record: Record) -> None:
-        """Raise ValueError if `record` cannot be this job's. A job without members is one that all have left."""
-        if record.members or (self.record.members and not self._left):
-            record.check(self.size, len(self._rounds))
+        """Raise ValueError if `record` cannot be this job's. A job without members is one that all have left, as far
+        as a worker can tell that is no member itself."""
+        record.check(self.size, len(self._rounds), empty=self._left or self.excluded)
 
     def _follow(self, record: Record) -> None:
         """Follow a newer record and pass it on."""
@@ -277,7 +309,7 @@ class Membership:
                 peer.dead = peer.dead or "is not a member any more"
                 if peer.link is not None:
                     peer.link.close("it is not a member any more")
-        self.links.inbox.replan(record.epoch, record.starts)
+        self.links.inbox.replan(record.epoch, record.starts, record.members)
         self._liveness.hurry()
 
     # -- what links need -----------------------------------------------------------------------------------------
@@ -331,9 +363,16 @@ class Membership:
                 self._check(record)
                 self._follow(record)
             elif header.kind is Kind.DECIDED:
-                self.announce(header.round)
+                self.announce(header.round, heard=True)
             elif header.kind is Kind.LEAVING:
                 peer.dead = "has left"
                 self.links.inbox.lose(peer.rank, "it has left")
         except ValueError as error:
             raise Refused(f"a frame of worker {peer.rank} cannot be read: {error}") from error
+
+
+def _forget_suspicions(record: Record, rank: int, store: Store) -> None:
+    """Delete the suspicions that members of `record` have posted of `rank`, and those that it has posted of them."""
+    for other, member in record.members.items():
+        store.delete_key(f"suspect/{record.members[rank].incarnation}/{other}")
+        store.delete_key(f"suspect/{member.incarnation}/{rank}")

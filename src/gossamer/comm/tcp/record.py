@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gossamer.comm.process_groups import Store
-from gossamer.comm.tcp.directory import DirectoryClient, Unreachable, look, settle
+from gossamer.comm.tcp.directory import ENDED, DirectoryClient, Ended, Unreachable, look, settle
 from gossamer.comm.tcp.frame import digest, read_json, whole_numbers
 
 MOST_EPOCHS = 2**31  # the header of a message has 32 bits for the epoch
@@ -76,9 +76,10 @@ class Record:
             raise ValueError(f"its epoch is {epoch}")
         return cls(epoch, members, starts)
 
-    def check(self, size: int, lanes: int) -> None:
-        """Raise ValueError if this cannot be a record of a job of `size` workers with `lanes` lanes."""
-        if not self.members:
+    def check(self, size: int, lanes: int, *, empty: bool = False) -> None:
+        """Raise ValueError if this cannot be a record of a job of `size` workers with `lanes` lanes. `empty`: it may
+        have no members."""
+        if not (self.members or empty):
             raise ValueError("it has no members")
         if not all(0 <= rank < size for rank in self.members):
             raise ValueError(f"its members are {list(self.ranks)[:20]} in a job of {size} workers")
@@ -123,7 +124,7 @@ class Agreement:
         self._directory, self._foundation, self._own, self._check = directory, foundation, own, check
 
     def read(self) -> Record:
-        """Return the current record. Raise Unreachable if there is none."""
+        """Return the current record. Raise Unreachable if there is none, and Ended if the job is over."""
         return self._read()[1]
 
     def change(self, propose: Callable[[Record], Record | None]) -> Record:
@@ -159,6 +160,11 @@ class Agreement:
         `repairs` it."""
         if not text:
             return None
+        if text == ENDED:
+            raise Ended(
+                "all other members have left the job, and new workers have begun another one in the directory; start "
+                "this worker again, so that it takes part in that job"
+            )
         try:
             record = Record.parse(text)
             self._check(record)

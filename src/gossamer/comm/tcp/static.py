@@ -131,6 +131,8 @@ class StaticLinks:
 class StaticTcpChannel(TcpChannel):
     """A channel over the links of a static job."""
 
+    leaves_out = False
+
     def __init__(self, transport: StaticTcpTransport, links: StaticLinks, channel: ChannelId, threads: int):
         self._transport = transport
         super().__init__(links, channel, threads, transport.pace, transport.staged(channel))

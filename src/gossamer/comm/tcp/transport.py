@@ -7,6 +7,7 @@ round or is given up, the connection stays open, and the buffer is safe afterwar
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
@@ -23,6 +24,8 @@ from gossamer.comm.tcp.links import LinkTable
 from gossamer.comm.tcp.membership import Membership
 from gossamer.comm.threaded import ThreadedChannel
 from gossamer.comm.transport import ChannelId, Job, PeerError, Purpose, Stamp, Transport
+
+RENEW = 0.2  # seconds between calls of `connect_to` while a link is awaited
 
 
 class TcpTransport(Transport):
@@ -55,7 +58,16 @@ class Connected(Protocol):
 
 
 class TcpChannel(ThreadedChannel):
-    """One channel over the links. A job on it needs a stamp, and can be given up."""
+    """One channel over the links. A job on it needs a stamp, and can be given up.
+
+    Note [Leaving out a peer]: in a weighted round a worker swaps with one neighbor after the other. If a neighbor does
+    not answer, the swap with it takes this worker's own value in place of the neighbor's, which changes nothing: the
+    neighbor's weight goes to this worker, and the swaps with the other neighbors are carried out. So a pair that
+    cannot reach each other does not keep either of them from mixing with the rest. A uniform group averages jointly:
+    its members need everyone's part, so an exchange of a group fails as a whole.
+    """
+
+    leaves_out = True  # whether rounds go on without a peer that does not answer
 
     def __init__(
         self,
@@ -87,7 +99,7 @@ class TcpChannel(ThreadedChannel):
         except OtherAnchor as error:  # both sides of a pair find it; others may wait for what would have followed
             assert job.stamp is not None
             self._links.refused(error.peer, str(error))
-            self._skip(job, self._channel, job.stamp, [])
+            self._skip(job, self._channel, job.stamp)
             raise PeerError(
                 f"worker {self._members.rank} continues without round {job.round}, bucket {job.bucket}: {error}"
             ) from None
@@ -100,7 +112,7 @@ class TcpChannel(ThreadedChannel):
             channel = ChannelId(channel.lane, Purpose.MEETING)
         inbox = self._links.inbox
         slots: list[Slot] = []
-        peer = -1
+        peer, expired = -1, job.given_up
         try:
             for peer, message in batch.recvs:
                 key = Key(peer, channel, job.bucket, stamp.received[peer])
@@ -131,8 +143,27 @@ class TcpChannel(ThreadedChannel):
                     raise Lost(slot.failed or f"worker {peer} is late")
         except Lost as error:
             inbox.cancel(slots)
-            self._skip(job, channel, stamp, slots)
+            if job.given_up and not expired and not stamp.meeting:
+                self._note_late(peer, slots)
+            if self._left_out(batch, job, stamp):
+                self._say_skipped(job, channel, {peer for peer, _ in (*batch.sends, *batch.recvs)})
+                return
+            self._skip(job, channel, stamp)
             raise self._failure(job, peer, str(error)) from None
+
+    def _left_out(self, batch: Batch, job: Job, stamp: Stamp) -> bool:
+        """Take this worker's own values in place of those of `batch`, in which a peer did not answer. Return False if
+        the job cannot go on like that: see Note [Leaving out a peer]."""
+        if not (batch.optional and self.leaves_out) or stamp.meeting or self._closing:
+            return False
+        own = dict(batch.sends)
+        job.left_out |= own.keys() | dict(batch.recvs).keys()
+        alone = stamp.peers - {self._members.rank} <= job.left_out
+        if alone or any(peer not in own or own[peer].shape != message.shape for peer, message in batch.recvs):
+            return False
+        for peer, message in batch.recvs:
+            message.copy_(own[peer])
+        return True
 
     def _failure(self, job: Job, peer: int, reason: str) -> PeerError:
         """The error of a job that `peer` did not answer."""
@@ -140,28 +171,40 @@ class TcpChannel(ThreadedChannel):
             f"worker {self._members.rank} continues without round {job.round}, bucket {job.bucket}: {reason}"
         )
 
-    def _skip(self, job: Job, channel: ChannelId, stamp: Stamp, slots: list[Slot]) -> None:
-        """Tell the peers of a failed job not to wait for this worker, and mark the peers that did not answer as late:
-        see Note [Why a late peer is waited for once] in link.py."""
-        if job.given_up and not stamp.meeting:
-            for slot in slots:
-                if not slot.over:
-                    self._links.peer(slot.key.sender).late = True
+    def _note_late(self, peer: int, slots: list[Slot]) -> None:
+        """Mark `peer`, for which this worker has waited in vain, and others that it waited for beside it, as late: see
+        Note [Why a late peer is waited for once] in link.py."""
+        late = {slot.key.sender for slot in slots if not slot.over}
+        if peer not in {slot.key.sender for slot in slots}:
+            late.add(peer)
+        for rank in late:
+            self._links.peer(rank).late = True
+
+    def _skip(self, job: Job, channel: ChannelId, stamp: Stamp) -> None:
+        """Tell the peers of a failed job not to wait for this worker."""
         if stamp.meeting:
             for rank in stamp.peers - {self._members.rank}:
                 self._members.connect_to(rank)  # a peer that waits for this worker may have no link with it yet
+        self._say_skipped(job, channel, stamp.peers)
+
+    def _say_skipped(self, job: Job, channel: ChannelId, peers: Collection[int]) -> None:
         skipped = FrameHeader(Kind.SKIPPED, self._links.run, channel=channel, bucket=job.bucket, round=job.round)
-        self._links.send_all(skipped, to=stamp.peers)
+        self._links.send_all(skipped, to=peers)
 
     def _link(self, rank: int, job: Job, stamp: Stamp) -> Link:
         """Wait for the link with a peer, and return it."""
         links = self._links
         peer = links.peer(rank)
-        self._members.connect_to(rank)
-        with links.inbox.changed:
-            links.inbox.changed.wait_for(
-                lambda: peer.link is not None or peer.dead or self._over(job) or links.peer(rank) is not peer
-            )
+
+        def decided() -> bool:
+            late = peer.late and not stamp.meeting
+            return peer.link is not None or bool(peer.dead) or late or self._over(job) or links.peer(rank) is not peer
+
+        ready = False
+        while not ready:
+            self._members.connect_to(rank)
+            with links.inbox.changed:
+                ready = links.inbox.changed.wait_for(decided, RENEW)
         if peer.late and not stamp.meeting:
             raise Lost(f"worker {rank} was late before, and has made no progress since")
         if peer.link is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from gossamer.comm import Accelerator, Deadline, PeerError, layout_of
@@ -12,11 +13,13 @@ from gossamer.comm.tcp import SILENT, Arrival, Membership, Record, TcpTransport,
 from gossamer.engine.coordinator import Coordinator
 from gossamer.engine.elastic.meeting import Attendee
 from gossamer.engine.elastic.meetings import Meetings
-from gossamer.engine.elastic.state_transfer import Progress, StateTransfer
+from gossamer.engine.elastic.rejoining import Attempts, continue_alone
+from gossamer.engine.elastic.state_transfer import SILENCE, Progress, StateTransfer
 from gossamer.engine.flat import longest_message
+from gossamer.engine.metrics import UsualStep
 from gossamer.errors import GossamerError
 from gossamer.topology.replan import replanned
-from gossamer.topology.schedule import Schedule
+from gossamer.topology.schedule import Schedule, forget_programs
 
 if TYPE_CHECKING:
     from gossamer.engine.elastic.member_lane import MemberLane
@@ -25,10 +28,11 @@ if TYPE_CHECKING:
 
 MARGIN = 2  # rounds: see Note [Why a plan starts at an announced round] in comm/tcp/membership.py
 POLL = 0.01  # seconds between checks of whether a neighbor has reported its round
+KEPT = 8  # memberships whose schedules are kept: members may leave and come back
 
 
 class Plans:
-    """The schedule for the members of each epoch.
+    """The schedule for the members of each epoch, made anew for members that were not there lately.
 
     Args:
         spec: The topology as the user gave it.
@@ -37,22 +41,29 @@ class Plans:
     """
 
     def __init__(self, spec: Any, founding: Schedule, description: bytes):
-        self._spec, self._founding, self.description = spec, founding, description
-        self._made: dict[tuple[tuple[int, ...], tuple[str, ...]], Schedule] = {}
+        self.description = description
+        self._made = lru_cache(KEPT)(partial(_schedule, spec, founding))
+        self._forget_at = KEPT  # schedules made until their programs are forgotten
 
     def schedule(self, record: Record) -> Schedule:
         ranks = record.ranks
-        nodes = tuple(record.members[r].node for r in ranks)
-        if (ranks, nodes) not in self._made:
-            topology = replanned(self._spec, self._founding.topology, ranks, layout_of(nodes))
-            self._made[ranks, nodes] = replace(self._founding, topology=topology, ranks=ranks)
-        return self._made[ranks, nodes]
+        found = self._made(ranks, tuple(record.members[r].node for r in ranks))
+        made = self._made.cache_info().misses
+        if made >= self._forget_at:
+            self._forget_at = made + KEPT
+            forget_programs()
+        return found
 
     def neighbors(self, record: Record, rank: int) -> set[int]:
         """The members that `rank` exchanges with, in some round."""
         edges, ranks = self.schedule(record).topology.union_edges(), record.ranks
         named = {(ranks[int(i)], ranks[int(j)]) for i, j in edges}
         return {i + j - rank for i, j in named if rank in (i, j)}
+
+
+def _schedule(spec: Any, founding: Schedule, ranks: tuple[int, ...], nodes: tuple[str, ...]) -> Schedule:
+    topology = replanned(spec, founding.topology, ranks, layout_of(nodes))
+    return replace(founding, topology=topology, ranks=ranks)
 
 
 class ElasticCoordinator(Coordinator):
@@ -81,6 +92,7 @@ class ElasticCoordinator(Coordinator):
         self.hard_deadline = SILENT if hard is None else hard  # of waits that are for no peer in particular
         self.joined = arrival.joining
         self._leaving = False  # this worker has left for good, or is about to
+        self._usual_step = UsualStep()
         self.newcomer = False  # this worker has a member's state, and has taken part in no meeting since
         self._donor_meeting = -1  # the next meeting of the member whose state this worker has
         self.plans = Plans(spec, prepared.schedule, digest(arrival.foundation.description))
@@ -88,11 +100,12 @@ class ElasticCoordinator(Coordinator):
         longest = longest_message(prepared.model)
         margin = MARGIN * (arrival.size if settings.asynchronous else 1)  # events are counted over all workers
         self.members = Membership(arrival, longest, soft, hard, self._transfer.serve, self.plans.neighbors, margin)
+        self._attempts = Attempts(lambda: (self.members.recoveries, self.members.record.epoch))  # to join again
         self.transport = TcpTransport(self.members, settings.timeout, accelerator)
         try:
             self._donated: Progress | None = None  # the progress of the member whose state this worker has
             if arrival.joining:
-                self._donated = self._take_state()
+                self._donated = self._take_state(SILENCE)
             elif broadcast:
                 self._donated = self._transfer.broadcast(self.members, arrival.record)
             self.meetings = Meetings(self.members, settings.timeout, self.hard_deadline)
@@ -139,11 +152,11 @@ class ElasticCoordinator(Coordinator):
         self._transfer.close()
         self.meetings.close()
 
-    def leave(self) -> None:
+    def leave(self, within: float | None = None) -> None:
         """Tell the others that this worker leaves for good, so that nobody waits for it: at once, unless a slower
-        founder still needs the initial state."""
+        founder still needs the initial state (`within`: seconds that this may take)."""
         self._leaving = True
-        self._transfer.await_children(self.members, self.meetings.seen)
+        self._transfer.await_children(self.members, self.meetings.seen, within)
         self.members.leave()
         self.meetings.left = True
 
@@ -159,16 +172,16 @@ class ElasticCoordinator(Coordinator):
                 rounds, steps, self.meetings.next, self.meetings.parked, given, learned.learned(), learned.step
             )
 
-        pace = lanes[0].metrics.pace()
-        if pace is not None:
-            self.members.deadlines.step = pace[0]
+        step = self._usual_step.look([lane.metrics for lane in lanes])
+        if step is not None:
+            self.members.deadlines.step = step
         self._transfer.between_steps(progress)
         if self.members.excluded and not self._leaving:
             self._join_again(lanes)
 
     def _join_again(self, lanes: Sequence[MemberLane]) -> None:
         """After this worker was stopped or cut off for too long: take the state of a member that is ahead, and join."""
-        if self._rank_is_taken():
+        if not self._attempts.due or self._rank_is_taken():
             return
         with ExitStack() as suspended:
             for lane in lanes:
@@ -176,12 +189,16 @@ class ElasticCoordinator(Coordinator):
             try:
                 progress = self._take_state()
             except (PeerError, Unreachable, OSError):
-                return  # still cut off: train alone, and try again after the next step
+                self._attempts.failed()  # still cut off: train alone, and try again after a later step
+                with suppress(Unreachable):
+                    continue_alone(self.members, self.meetings)
+                return
+            self._attempts.succeeded()
             self._continue_from(progress, lanes)
 
-    def _take_state(self) -> Progress:
+    def _take_state(self, patience: float = 0.0) -> Progress:
         """Take a member's state and what it has learned, and become a member."""
-        progress = self._transfer.fetch(self.members)
+        progress = self._transfer.fetch(self.members, patience)
         self.members.deadlines.inherit(progress.deadline, progress.step_seconds)
         self.members.admit(progress.rounds)
         return progress

@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 from gossamer.comm import Job, PeerError
+from gossamer.comm.tcp import GONE, settle
 from gossamer.engine.averages import Control
 from gossamer.engine.elastic.coordinator import ElasticCoordinator
-from gossamer.engine.elastic.departure import Departure
+from gossamer.engine.elastic.departure import PART, Departure
 from gossamer.engine.elastic.meeting import Meeting, meeting_stamp
 from gossamer.engine.elastic.member_lane import MemberLane
 from gossamer.engine.gossip import Collective, Gossip
@@ -46,6 +47,7 @@ class ElasticGossip(Gossip):
         self._job, self.members, self._meetings = coordinator, coordinator.members, coordinator.meetings
         self.joined = coordinator.joined
         self._departure: Departure | None = None
+        self._shared_at = 0  # the next meeting at the last share()
         super().__init__(prepared, lanes, coordinator.transport, coordinator, writer)
         self.on_stop(coordinator.close)
         coordinator.start(lanes)
@@ -113,6 +115,24 @@ class ElasticGossip(Gossip):
         left = met.gone(self.members.record)
         return {place: f"worker {rank} has left" for place, rank in enumerate(met.ranks) if rank in left}
 
+    def share(self, text: str) -> list[str]:
+        """The texts of all ranks. Collective. The text of a rank whose worker is gone, or that joins meanwhile, is
+        empty."""
+        founding = self.members.record.members
+
+        def gone() -> set[int]:
+            now = self.members.record.members
+            return {r for r in range(self.members.size) if r not in now or now[r] != founding.get(r, now[r])}
+
+        meeting = self._meetings.next
+        self._shared = (self._shared if self._shared_at == meeting else 0) + 1
+        self._shared_at = meeting
+        name, timeout = f"share/{meeting}/{self._shared}", self.settings.timeout
+        directory, rank, size = self.members.directory, self.members.rank, self.members.size
+        texts = directory.share(name, rank, size, text, timeout, write=settle, gone=gone)
+        assert texts is not None
+        return ["" if found == GONE else found for found in texts]
+
     def skip_meeting(self) -> None:
         """Skip the meeting that this worker's donor was about to attend; the others do not wait for this worker there.
 
@@ -130,9 +150,13 @@ class ElasticGossip(Gossip):
         `leaving` becomes true; end the training loop then and call `close()`. If that takes more than half of `grace`,
         the time between the signal and the end of the process, the others are told that this worker leaves even so.
         """
-        departure = Departure(self._job.leave, signals or (signal.SIGTERM,), seconds("grace", grace))
-        self._departure = departure
-        self.on_stop(departure.close)
+        self._departure = Departure(self._leave, signals or (signal.SIGTERM,), seconds("grace", grace))
+        self.on_stop(self._departure.close)
+
+    def _leave(self) -> None:
+        """Tell the others that this worker leaves, within what is left of the grace period if a signal has arrived."""
+        left = None if self._departure is None else self._departure.remaining
+        self._job.leave(None if left is None else PART * left)
 
     @property
     def leaving(self) -> bool:
@@ -159,7 +183,7 @@ class ElasticGossip(Gossip):
                         lane.averaged -= 1
                 for lane in self.lanes:
                     lane.drop()
-                self._job.leave()
+                self._leave()
             finally:
                 self._stop(drain=1.0)
 
@@ -170,15 +194,18 @@ class ElasticGossip(Gossip):
         try:
             while True:
                 with self._together(call):
-                    result, fine = None, True
+                    result, why, succeeded = None, "", False
                     try:
                         result = self._run(steps())
-                    except PeerError:
-                        fine = False
-                    if self._meetings.conclude(fine):
+                    except PeerError as error:
+                        why = str(error) or repr(error)
+                    try:
+                        succeeded = self._meetings.conclude(not why, why)
+                    finally:
+                        if not succeeded and callable(result):
+                            result()  # undo what this worker has done
+                    if succeeded:
                         return result
-                    if callable(result):
-                        result()  # undo what this worker has done
         finally:
             self._meetings.end_call()
 

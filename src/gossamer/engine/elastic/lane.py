@@ -1,9 +1,10 @@
 """A lane of an elastic job that gossips in rounds: it never waits for a late peer longer than the soft deadline.
 
 An exchange that a peer does not answer is dropped, which gives the peer's weight back to this worker for that round
-(x stays x, rows still sum to one). Parameters change only when a whole exchange has arrived, so nothing incomplete is
-mixed in. When the members change, every lane follows the plan for the new members from the announced round on. The
-mean is not conserved exactly across a fault: one side of a pair may have applied what the other lost.
+(x stays x, rows still sum to one). With several neighbors that have weights of their own only the late one is left out:
+see Note [Leaving out a peer] in comm/tcp/transport.py. Nothing incomplete is mixed in: a neighbor's values count once
+all of them have arrived. When the members change, every lane follows the plan for the new members from the announced
+round on. The mean is not conserved exactly across a fault: one side of a pair may have applied what the other lost.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ class ElasticLane(MemberLane, SyncLane):
                     deadline = Deadline(LOOK)
             self.metrics.waited_for(job, since, clock())
         if job.error is None:
+            self.lost += bool(job.left_out)
+            job.left_out = set()  # counted
             return
         if not isinstance(job.error, PeerError):
             raise job.error

@@ -4,6 +4,12 @@ Meetings are numbered and agreed on in the directory. A worker that calls `avera
 every member that can come has posted, one compare-and-set fixes who takes part. At the end the participants agree in
 the same way on whether the call succeeded for all of them; if not, they meet again.
 
+Note [What becomes of two members without a link]: a member that cannot reach another one fails every meeting with it,
+although both live and the others reach them. So a worker that has had no link with a participant for so long that a
+dead one would have been dropped names both in the outcome of the meeting. The one with the higher rank then stays away
+from this call, and from later ones as long as there is no link. Calls that fail again and again for another reason end
+after `timeout`, for all participants.
+
 Note [Why a meeting costs O(n) messages]: everyone who comes adds 1 to a counter, and only the worker that completes the
 number of members reads what all have posted, decides, and says so on its links, where the others hear it. Counter and
 news are hints and may be lost. So a worker that waits also reads the decision once per second, and, with a period that
@@ -24,7 +30,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from gossamer.comm import Deadline, PeerWait, Store
+from gossamer.comm import Deadline, PeerError, PeerWait, Store
 from gossamer.comm.round_barrier import COLLECTIVE, DifferentCalls
 from gossamer.comm.tcp import Membership, Record, Unreachable, look, read_json, whole_numbers
 from gossamer.engine.elastic.attendance import Attendance
@@ -39,6 +45,10 @@ KEPT = 8  # meetings that the directory remembers
 MOST_SWEPT = 16  # older ones that are deleted at once, if workers could not before
 OLDEST = "meetings/oldest"  # the key of the oldest meeting that it remembers
 PASSED = "passed"  # the outcome of a meeting that the directory has forgotten
+FINE, FAILED = "fine", "failed"  # outcomes
+GIVEN_UP = "given up"  # the outcome of a meeting that failed as others before it, for so long that there is no other
+APART = "no link"  # the outcome of a meeting that failed for want of a link, followed by the two ranks
+EVER = 2**62  # after every meeting
 
 
 class Meetings:
@@ -58,7 +68,10 @@ class Meetings:
         self.parked = False  # this worker waits for the others to come
         self.left = False  # this worker has left for good: it meets nobody any more
         self._first: int | None = None  # the first meeting of the call under way, if that one failed
-        self._watched = 0.0
+        self._retries: Deadline | None = None  # until when a call that has failed is made again
+        self._unlinked: dict[int, Deadline] = {}  # participants without a link with this worker, until named
+        self._apart: tuple[int, str] | None = None  # rank and process for want of a link with which this one stays away
+        self._watched, self._thorough = 0.0, Deadline(0.0)
 
     def gather(self, call: str, here: Callable[[], Attendee], meanwhile: Callable[[], None]) -> Meeting:
         """Wait until all members that can come are in the call. A worker that has left the job meets alone.
@@ -74,6 +87,7 @@ class Meetings:
         finally:
             self.parked = False
         self.last, self.next, self._watched = meeting, meeting.number + 1, time.monotonic()
+        self._thorough = Deadline(self._period(len(meeting.ranks)))
         return meeting
 
     def skip_to(self, number: int, *, absent_from: int | None = None) -> None:
@@ -91,9 +105,13 @@ class Meetings:
         if time.monotonic() - self._watched < WATCH:
             return False
         self._watched = time.monotonic()
+        thorough = self._thorough.expired
+        if thorough:
+            self._thorough = Deadline(self._period(len(meeting.ranks)))
 
         def ask(store: Store) -> bool:
-            return look(store, f"outcome/{meeting.number}") == "failed" or bool(self._absent(store, meeting))
+            outcome = look(store, f"outcome/{meeting.number}")
+            return outcome not in ("", FINE) or (thorough and bool(self._absent(store, meeting)))
 
         try:
             return self._members.directory.ask(ask)
@@ -101,21 +119,76 @@ class Meetings:
             self._attendance.restart()
             return False
 
-    def conclude(self, fine: bool) -> bool:
-        """Return whether the call succeeded for all participants; `fine` is whether it did for this worker. All
-        participants that reach the directory get the same answer."""
+    def lacks_link(self, rank: int) -> bool:
+        """Whether this worker has had no link with participant `rank`, which it waits for, for twice the time after
+        which a silent member counts as dead: see Note [What becomes of two members without a link]."""
+        if self._members.links.peer(rank).link is not None:
+            self._unlinked.pop(rank, None)
+            return False
+        return self._unlinked.setdefault(rank, Deadline(2 * self._members.hard_deadline(rank))).expired
+
+    def post_complaint(self) -> None:
+        """Name the participant without a link as the outcome now, before the others give up for want of this worker's
+        messages and say only that the meeting has failed."""
         meeting = self._current()
-        succeeded = self._conclude(meeting, fine)
-        if not succeeded and self._first is None:
-            self._first = meeting.number
+        name, text = f"outcome/{meeting.number}", self._complaint(meeting)
+        with suppress(Unreachable):
+            self._members.directory.ask(lambda store: store.compare_set(name, "", text))
+
+    def conclude(self, fine: bool, why: str = "") -> bool:
+        """Return whether the call succeeded for all participants; `fine` is whether it did for this worker, and `why`
+        is why not. All participants that reach the directory get the same answer. If the call has failed for too long,
+        raise PeerError on all of them."""
+        meeting = self._current()
+        outcome = self._conclude(meeting, FINE if fine else self._complaint(meeting))
+        succeeded = outcome == FINE
+        if not succeeded:
+            self._first = meeting.number if self._first is None else self._first
+            self._retries = self._retries or Deadline(self._timeout)
+            self._stay_away(meeting, outcome)
         if meeting.ranks[0] == self._members.rank and not self._current().alone:
             with suppress(Unreachable):
                 self._members.directory.ask(partial(self._sweep, meeting.number))
+        if outcome == GIVEN_UP:
+            raise PeerError(
+                f"a collective call of workers {list(meeting.ranks)} has failed again and again for more than "
+                f"{self._timeout:g} s although all of them are alive: {why or 'it succeeded on this worker'}"
+            )
         return succeeded
 
-    def _conclude(self, meeting: Meeting, fine: bool) -> bool:
+    def _complaint(self, meeting: Meeting) -> str:
+        """The outcome of a meeting that has failed for this worker."""
+        apart = [r for r in meeting.ranks if r in self._unlinked and self.lacks_link(r)]
+        if apart:
+            return f"{APART} {min(self._members.rank, apart[0])} {max(self._members.rank, apart[0])}"
+        return GIVEN_UP if self._retries is not None and self._retries.expired else FAILED
+
+    def _stay_away(self, meeting: Meeting, outcome: str) -> None:
+        """Remember the other worker if `outcome` names this worker as the one that stays away."""
+        *_, lower, higher = outcome.split(" ") if outcome.startswith(APART) else ("", "")
+        if higher == str(self._members.rank):
+            self._apart = next(((rank, process) for rank, process in meeting.came if str(rank) == lower), None)
+
+    def _without_link(self) -> int | None:
+        """The member for want of a link with which this worker stays away from meetings."""
+        if self._apart is None:
+            return None
+        rank, process = self._apart
+        member = self._members.record.members.get(rank)
+        self._members.connect_to(rank)
+        if member is None or member.incarnation != process or self._members.links.peer(rank).link is not None:
+            self._apart = None
+            return None
+        return rank
+
+    def _period(self, workers: int) -> float:
+        """Seconds between two reads of all keys of so many workers."""
+        return max(RECHECK, THOROUGH * workers)
+
+    def _conclude(self, meeting: Meeting, mine: str) -> str:
+        """Agree on the outcome; `mine` is this worker's."""
         if meeting.ranks == (self._members.rank,):
-            return fine
+            return mine
         deadline, stage = Deadline(self._timeout), 2 * meeting.number + 1
         thorough = Deadline(THOROUGH * len(meeting.ranks))
         self._attendance.restart()
@@ -124,29 +197,30 @@ class Meetings:
             gone = meeting.gone(self._members.record)
             check = first or bool(gone) or thorough.expired
             if thorough.expired:
-                thorough = Deadline(max(RECHECK, THOROUGH * len(meeting.ranks)))
+                thorough = Deadline(self._period(len(meeting.ranks)))
             try:
-                outcome = self._members.directory.ask(partial(self._outcome, meeting, fine, gone, first, check))
+                outcome = self._members.directory.ask(partial(self._outcome, meeting, mine, gone, first, check))
             except Unreachable:  # the others cannot be asked any more
-                return self._alone_with(meeting, fine)
+                return self._alone_with(meeting, mine)
             if outcome == PASSED:  # the others have met again and again since
-                return self._alone_with(meeting, fine)
+                return self._alone_with(meeting, mine)
             if outcome:
                 self._members.announce(stage)
-                return outcome == "fine"
+                return outcome
             first = False
             self._members.await_news(stage, min(RECHECK, thorough.remaining))
         raise GossamerError(f"workers {list(meeting.ranks)} did not all reach the end of a collective call")
 
-    def _alone_with(self, meeting: Meeting, fine: bool) -> bool:
+    def _alone_with(self, meeting: Meeting, mine: str) -> str:
         """This worker alone concludes `meeting`."""
         self.last = replace(meeting, alone=True)
         self._attendance.skip(meeting.number)
-        return fine
+        return mine
 
     def end_call(self) -> None:
         """The collective call is over: the next meeting belongs to another call."""
-        self._first = None
+        self._first, self._retries = None, None
+        self._unlinked.clear()
 
     def seen(self, processes: Mapping[int, str]) -> set[int]:
         """Those of `processes` (incarnation by rank) that have given a sign of attendance, as all do once they have a
@@ -160,6 +234,11 @@ class Meetings:
         except Unreachable:
             return set()
 
+    def silent(self, processes: Mapping[int, str]) -> set[int]:
+        """Those of `processes` (incarnation by rank) that have given no sign of attendance for `hard_deadline` seconds,
+        as this worker has seen in earlier calls. Raise Unreachable if the directory does not answer."""
+        return self._members.directory.ask(lambda store: self._attendance.absent(store, processes, EVER))
+
     def close(self) -> None:
         self._attendance.close()
 
@@ -170,6 +249,7 @@ class Meetings:
     def _gather(self, call: str, here: Callable[[], Attendee], meanwhile: Callable[[], None]) -> Meeting:
         wait = PeerWait(self._members.rank, self._timeout)
         directory_deadline: Deadline | None = None  # while the directory does not answer
+        nobody: Deadline | None = None  # while this worker is no member, and no member can come
         missing: list[int] = []
         posted: tuple[int, str] | None = None  # the meeting, and the process as which this worker came
         look_at, thorough = Deadline(0.0), Deadline(RECHECK)
@@ -178,6 +258,9 @@ class Meetings:
         while True:
             if self.left:
                 return self._alone(call, here(), "it has left the job")
+            other = self._without_link()
+            if other is not None:
+                return self._alone(call, here(), f"it has no connection with worker {other}")
             record, me = self._members.record, here()
             first = posted != (self.next, me.incarnation)
             news = self._members.decided >= 2 * self.next and heard != self._members.decided
@@ -186,13 +269,17 @@ class Meetings:
                 heard, epoch = self._members.decided, record.epoch
                 check = changed or thorough.expired
                 if thorough.expired:
-                    thorough = Deadline(max(RECHECK, THOROUGH * len(record.members)))
+                    thorough = Deadline(self._period(len(record.members)))
                 decided = None
                 try:
                     request = partial(self._look_around, record, me, first, check)
                     decided, known = self._members.directory.ask(request)
                     missing = missing if known is None else known
                     posted, directory_deadline = (self.next, me.incarnation), None
+                    if known is not None:
+                        nobody = None if known or decided else nobody or Deadline(self._hard)
+                    if nobody is not None and nobody.expired:
+                        return self._alone(call, here(), "all other members have left or died")
                 except Unreachable:
                     self._attendance.restart()
                     directory_deadline = directory_deadline or Deadline(self._hard)
@@ -226,7 +313,8 @@ class Meetings:
         """Post this worker's attendance. Return who takes part, once every member that can come has posted, and the
         ranks that are missing, if it was found out.
 
-        `first`: this worker has just come. `check`: find out who is missing, and cannot come.
+        `first`: this worker has just come. `check`: find out who is missing, and cannot come. Nobody takes part and
+        nobody is missing if this worker is no member, and no member can come.
         """
         name, lanes = f"meeting/{self.next}", len(here.rounds)
         decided = look(store, name)
@@ -236,7 +324,7 @@ class Meetings:
                 if oldest > self.next:
                     return _Decided(0, [], oldest), []
                 store.set(f"{name}/{self._members.rank}", json.dumps(here))
-            complete = first and store.add(f"{name}/count", 1) >= len(record.members)
+            complete = first and store.add(f"{name}/count", 1) >= len(record.members) > 0
             if not (complete or check):
                 return None, None
             found, missing = self._came(store, name, record, lanes, complete)
@@ -289,8 +377,8 @@ class Meetings:
         others = {rank: incarnation for rank, incarnation in meeting.came if rank != self._members.rank}
         return self._attendance.absent(store, others, meeting.number)
 
-    def _outcome(self, meeting: Meeting, fine: bool, gone: set[int], first: bool, check: bool, store: Store) -> str:
-        """Post this worker's result; return "fine" or "failed" once that is decided, PASSED if it is forgotten, else an
+    def _outcome(self, meeting: Meeting, mine: str, gone: set[int], first: bool, check: bool, store: Store) -> str:
+        """Post this worker's outcome; return the agreed one once that is decided, PASSED if it is forgotten, else an
         empty text. `first` and `check` as in `_look_around`."""
         name = f"outcome/{meeting.number}"
         decided = look(store, name)
@@ -298,18 +386,18 @@ class Meetings:
             return decided
         if (first or check) and _oldest(store) > meeting.number:
             return PASSED
-        if not fine:
-            return str(store.compare_set(name, "", "failed").decode())
+        if mine != FINE:
+            return str(store.compare_set(name, "", mine).decode())
         keys = [f"{name}/{r}" for r in meeting.ranks]
         if first or check:
-            store.set(f"{name}/{self._members.rank}", "fine")
+            store.set(f"{name}/{self._members.rank}", FINE)
         complete = first and store.add(f"{name}/count", 1) >= len(keys)
         if (complete or check) and store.check(keys):
-            return str(store.compare_set(name, "", "fine").decode())
+            return str(store.compare_set(name, "", FINE).decode())
         if check and not first:
             missing = {r for r, key in zip(meeting.ranks, keys, strict=True) if not store.check([key])}
             if missing & (gone | self._absent(store, meeting)):
-                return str(store.compare_set(name, "", "failed").decode())
+                return str(store.compare_set(name, "", FAILED).decode())
         return ""
 
     def _sweep(self, number: int, store: Store) -> None:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from gossamer.comm import Deadline, ExchangeSteps, Job, Scratch, Stamp, clock
+from gossamer.comm import Deadline, ExchangeSteps, Job, PeerError, Scratch, Stamp, clock
 from gossamer.comm.tcp import Record, TcpChannel
 from gossamer.engine.elastic.coordinator import ElasticCoordinator
 from gossamer.engine.elastic.meeting import Meeting, meeting_stamp
@@ -30,7 +30,7 @@ class MemberLane(Lane):
         assert isinstance(job, ElasticCoordinator)
         self._job, self._members, self._plans, self._meetings = job, job.members, job.plans, job.meetings
         self.epoch = 0  # of the members whose plan this lane follows
-        self.lost = 0  # exchanges that were dropped
+        self.lost = 0  # exchanges that were dropped, or carried out without one of the peers
         self.given_up = 0  # of those, because a deadline had passed
         self.longest_stall = 0.0
         self.meeting: Meeting | None = None
@@ -119,11 +119,17 @@ class MemberLane(Lane):
         if not job.done:
             since, deadline = clock(), Deadline(self.settings.timeout)
             while not self.channel.wait(job, min(LOOK, deadline.remaining)):  # the job may be another channel's
-                if deadline.expired or self._meetings.failed():
+                blocked_on = job.blocked_on
+                apart = blocked_on is not None and self._meetings.lacks_link(blocked_on)
+                if apart and not job.given_up:
+                    self._meetings.post_complaint()
+                if deadline.expired or apart or self._meetings.failed():
                     self.channel.give_up(job)  # its thread ends it at the next check
                     deadline = Deadline(LOOK)
             self.metrics.waited_for(job, since, clock())
         if job.error is not None:
+            if isinstance(job.error, PeerError) and job.blocked:
+                self._meetings.lacks_link(job.blocked[-1][0])  # the peer for which it failed
             raise job.error
 
     def abandon(self, jobs: Sequence[Job]) -> None:

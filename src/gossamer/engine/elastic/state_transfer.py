@@ -5,7 +5,12 @@ run code. The training thread only copies the tensors to the host; a thread of i
 
 Note [Why a donor gives signs]: a member can give its state only between two of its steps, and a step or an evaluation
 may take any time. So the member tells a worker that waits for its state every second that it lives: the worker waits
-for a busy member up to the job's `timeout`, and asks the next one if a member is silent.
+for a busy member up to the job's `timeout`, and asks the next one if a member is silent. A founder that waits for the
+initial state itself gives its children signs as well.
+
+Note [Who has a state at the start]: workers that have lost their parent in the tree must not wait for each other's
+state. A worker gives signs of attendance in the directory only once it has a state, so only such workers are asked. If
+there is none, the founder with the lowest rank that is still a member begins with its own parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import io
 import queue
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,14 +29,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from gossamer.comm import Deadline, PeerError
-from gossamer.comm.tcp import Ask, Member, Membership, Record, Refused, send_sign, send_state
+from gossamer.comm import Deadline, PeerError, Store
+from gossamer.comm.tcp import Ask, Member, Membership, Record, Refused, look, send_sign, send_state
 from gossamer.errors import GossamerError
 
 SIGN = 1.0  # seconds between two signs of a donor
 SILENCE = 30.0  # seconds without a sign, or without accepting data, after which the other side is given up
 FAREWELL = 30.0  # seconds that a worker that leaves waits for slower founders
 POLL = 0.02  # seconds between checks of whether they have their state
+LONGEST_POLL = 1.0  # seconds between looks for a worker that has a state, after a while
+MOST_FAILURES = 2  # donors that fail in one attempt of a worker that trains meanwhile
 
 
 @dataclass(frozen=True)
@@ -66,11 +73,11 @@ class Asker:
                     if not self._answered.is_set():
                         send_sign(self._connection, self._run)
 
-    def answer(self, data: bytes) -> None:
+    def answer(self, data: io.BytesIO) -> None:
         """Send the state."""
         self._answered.set()
         with self._lock, self._connection, suppress(OSError):
-            send_state(self._connection, self._run, data)
+            send_state(self._connection, self._run, data.getbuffer())
 
     def close(self) -> None:
         """Let the worker ask somebody else."""
@@ -91,7 +98,7 @@ class StateTransfer:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], run: bytes, timeout: float):
         self._model, self._optimizers, self._run, self._timeout = model, list(optimizers), run, timeout
-        self._initial: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # one copy for each child in the tree
+        self._initial: queue.SimpleQueue[io.BytesIO] = queue.SimpleQueue()  # an entry for each child in the tree
         self._children: dict[int, Member] = {}  # in the tree, by rank
         self._served: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry for each child that has its copy
         self._asked: queue.SimpleQueue[Asker] = queue.SimpleQueue()
@@ -100,21 +107,22 @@ class StateTransfer:
     def broadcast(self, members: Membership, record: Record) -> Progress | None:
         """Load worker 0's parameters and buffers, which travel down a binary tree. All founders call it.
 
-        If this worker's parent in the tree is gone already, it takes the state of another member of `record` instead,
-        and returns that member's progress.
+        If this worker's parent in the tree is gone, it takes the state of another member instead, and returns that
+        member's progress: see Note [Who has a state at the start].
         """
         rank, progress = members.rank, None
+        members.watch_founders(record)
         if rank == 0:
-            data = _saved({"model": self._model.state_dict()})
+            data = self._own()
         else:
             parent = record.members.get((rank - 1) // 2)
             try:
                 if parent is None:
                     raise ConnectionError("it has left")
-                data = members.links.fetch(parent.address, Ask.INITIAL_STATE, self._timeout)
+                data = members.links.fetch(parent.address, Ask.INITIAL_STATE, self._timeout, SILENCE, SILENCE)
                 self._load(data, optimizers=False)
             except (OSError, Refused):
-                progress, data = self._fetch(members)
+                progress, data = self._without_parent(members)
         children = (2 * rank + 1, 2 * rank + 2)
         self._children = {child: record.members[child] for child in children if child in record.members}
         for child in children:
@@ -122,35 +130,78 @@ class StateTransfer:
                 self._initial.put(data)
         return progress
 
-    def await_children(self, members: Membership, started: Callable[[Mapping[int, str]], set[int]]) -> None:
+    def _without_parent(self, members: Membership) -> tuple[Progress | None, io.BytesIO]:
+        """Take the state of a member that has one, or begin with this worker's own parameters."""
+        deadline, pause = Deadline(self._timeout), POLL
+        while True:
+            record = members.current()
+            if not record.members:
+                raise PeerError(f"all others have left the job before worker {members.rank} had its initial parameters")
+            ready = members.directory.ask(lambda store: _with_state(store, record))  # noqa: B023
+            if not ready and min(record.members) == members.rank:
+                return None, self._own()
+            failures: list[str] = []
+            found = self._ask((m for m in members.donors() if m.incarnation in ready), members, failures)
+            if found is not None:
+                return found
+            pause = min(LONGEST_POLL, 1.5 * pause)
+            if not deadline.sleep(pause):
+                raise PeerError(
+                    f"worker {members.rank} has waited {self._timeout:g} s for the initial parameters: no member has "
+                    f"sent them{', '.join(['', *failures])}"
+                )
+
+    def _own(self) -> io.BytesIO:
+        return _saved({"model": self._model.state_dict()})
+
+    def await_children(
+        self, members: Membership, started: Callable[[Mapping[int, str]], set[int]], within: float | None = None
+    ) -> None:
         """Wait until the children in the tree have the initial state or another one, or are no longer members.
 
         A worker that leaves right after the start of the job calls this first: a slower founder still needs it.
         `started` returns which of some processes (incarnation by rank) are known to have a state. A child that did not
-        get this worker's took another member's.
+        get this worker's took another member's. `within`: seconds to wait at most, if that is less than FAREWELL.
         """
-        deadline = Deadline(FAREWELL)
+        deadline = Deadline(FAREWELL if within is None else min(FAREWELL, within))
         while self._served.qsize() < len(self._children):
             here = {r: m.incarnation for r, m in self._children.items() if members.record.members.get(r) == m}
             waiting = {r: process for r, process in here.items() if not any(members.links.peer(r).rounds)}
             if not waiting.keys() - started(waiting) or not deadline.sleep(POLL):
                 return
 
-    def fetch(self, members: Membership) -> Progress:
-        """Load a member's parameters, buffers and optimizer state, and return that member's progress."""
-        return self._fetch(members)[0]
+    def fetch(self, members: Membership, patience: float = 0.0) -> Progress:
+        """Load a member's parameters, buffers and optimizer state, and return that member's progress.
 
-    def _fetch(self, members: Membership) -> tuple[Progress, bytes]:
-        failures = []
-        for donor in members.donors():
+        Without `patience` give up after MOST_FAILURES donors; else ask all of them, again for so many seconds.
+        """
+        deadline, pause = Deadline(patience), POLL
+        while True:
+            failures: list[str] = []
+            found = self._ask(members.donors(), members, failures, 0 if patience else MOST_FAILURES)
+            if found is not None:
+                return found[0]
+            pause = min(LONGEST_POLL, 1.5 * pause)
+            if not (failures and deadline.sleep(pause)):
+                break
+        asked = ", ".join(failures) or "there is none"
+        raise PeerError(f"no member of the running job sent its state: {asked}; is the job still alive?")
+
+    def _ask(
+        self, donors: Iterable[Member], members: Membership, failures: list[str], most: int = 0
+    ) -> tuple[Progress, io.BytesIO] | None:
+        """Load the state of the first of `donors` that sends it, and return that member's progress, and the state. Add
+        to `failures` why donors did not. `most`: give up after so many of them, if not 0."""
+        for donor in donors:
             try:
                 data = members.links.fetch(donor.address, Ask.STATE, self._timeout, SILENCE)
             except (OSError, Refused) as error:
                 failures.append(f"{donor.host}:{donor.port} ({error})")
+                if len(failures) == most:
+                    break
                 continue
             return Progress(**self._load(data, optimizers=True)), data
-        asked = ", ".join(failures) or "there is none"
-        raise PeerError(f"no member of the running job sent its state: {asked}; is the job still alive?")
+        return None
 
     def serve(self, connection: socket.socket, ask: Ask) -> None:
         """Take over the connection of a worker that asks for this worker's state. Called in a thread of its own."""
@@ -160,8 +211,17 @@ class StateTransfer:
             self._asked.put(asker)
             asker.keep_company(self._closed)
             return
-        with connection, suppress(queue.Empty, OSError):
-            send_state(connection, self._run, self._initial.get(timeout=self._timeout))
+        deadline = Deadline(self._timeout)
+        with connection, suppress(OSError):  # the other worker has given up
+            while True:
+                try:
+                    data = self._initial.get(timeout=SIGN)
+                    break
+                except queue.Empty:  # see Note [Why a donor gives signs]
+                    if self._closed.is_set() or deadline.expired:
+                        return
+                    send_sign(connection, self._run)
+            send_state(connection, self._run, data.getbuffer())
             self._served.put(None)
 
     def between_steps(self, progress: Callable[[], Progress]) -> None:
@@ -188,9 +248,10 @@ class StateTransfer:
         for asker in asked:
             asker.answer(data)
 
-    def _load(self, data: bytes, *, optimizers: bool) -> dict[str, Any]:
+    def _load(self, data: io.BytesIO, *, optimizers: bool) -> dict[str, Any]:
         try:
-            state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            data.seek(0)
+            state = torch.load(data, map_location="cpu", weights_only=True)
             self._model.load_state_dict(state["model"])
             if optimizers:
                 for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
@@ -201,10 +262,15 @@ class StateTransfer:
         return progress
 
 
-def _saved(state: dict[str, Any]) -> bytes:
+def _with_state(store: Store, record: Record) -> set[str]:
+    """The members of `record` that have given a sign of attendance, as all do that have a state to train from."""
+    return {m.incarnation for rank, m in record.members.items() if m.incarnation in look(store, f"present/{rank}")}
+
+
+def _saved(state: dict[str, Any]) -> io.BytesIO:
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    return buffer.getvalue()
+    return buffer
 
 
 def _drained(waiting: queue.SimpleQueue[Asker]) -> list[Asker]:

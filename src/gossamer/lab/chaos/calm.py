@@ -42,6 +42,7 @@ def _settings_of(chaos: ChaosConfig) -> dict[str, Any]:
         "number of workers per node": list(chaos.per_node),
         "length in seconds": chaos.seconds,
         "compute time": chaos.compute,
+        "number of steps between meetings": chaos.meet_every,
         "learning rate": chaos.learning_rate,
         "soft deadline": chaos.soft,
         "hard deadline": chaos.hard,
@@ -55,6 +56,7 @@ def _settings_of_record(record: dict[str, Any]) -> dict[str, Any]:
         "number of workers per node": record["cluster"]["per_node"],
         "length in seconds": record["seconds"],
         "compute time": job["compute"],
+        "number of steps between meetings": job.get("meet_every", 0),  # older runs did not meet
         "learning rate": job["lr"],
         "soft deadline": job["soft"],
         "hard deadline": job["hard"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,7 @@ class _JobRun:
         self.active_faults: dict[int, int] = {}  # rank -> number of faults that affect it now
         self.restarts: dict[int, float] = {}  # rank -> when to restart a worker that ended unexpectedly
         self.released: dict[int, float] = {}  # rank -> when the last fault that affected it ended
+        self.leaving: set[int] = set()  # ranks whose worker was asked to leave
 
     def wait_for_first_steps(self) -> None:
         """Start the clock of the run when every worker has made a step; a worker that makes none in time hangs."""
@@ -114,6 +116,10 @@ class _JobRun:
         if fault.kind == "cut":
             assert fault.node is not None
             self.cluster.cut(fault.node, silently=fault.how == "packets lost")
+        elif fault.kind == "pair":
+            assert fault.node is not None
+            assert fault.other_node is not None
+            self.cluster.cut_pair(fault.node, fault.other_node)
         elif fault.kind == "slow" and fault.how == "link":
             assert fault.node is not None
             rate = self.cluster.links.default
@@ -123,20 +129,30 @@ class _JobRun:
                 self.pool.kill(rank)
             elif fault.kind == "stop":
                 self.pool.stop(rank)
-            elif fault.kind == "join":
-                self.job.request(rank, "leave").touch()
+            elif fault.kind in ("join", "term"):
+                self.leaving.add(rank)
+                self.ask_to_leave(rank, by_signal=fault.kind == "term")
             elif fault.kind == "slow" and fault.how == "compute":
                 self.job.request(rank, "slow").write_text(str(SLOWER))
+
+    def ask_to_leave(self, rank: int, *, by_signal: bool) -> None:
+        worker = self.pool.current(rank)
+        if by_signal and worker is not None:
+            worker.signal(signal.SIGTERM)
+        else:
+            self.job.request(rank, "leave").touch()
 
     def end_fault(self, fault: Fault) -> None:
         if fault.kind == "cut":
             assert fault.node is not None
             self.cluster.mend(fault.node)
+        elif fault.kind == "pair":
+            self.cluster.mend_pair()
         elif fault.kind == "slow" and fault.how == "link":
             assert fault.node is not None
             self.cluster.slow(fault.node, None)
         for rank in fault.victims:
-            if fault.kind in ("kill", "join"):
+            if fault.kind in ("kill", "join", "term"):
                 self.start_replacement(rank)
             elif fault.kind == "stop":
                 self.pool.resume(rank)
@@ -160,14 +176,15 @@ class _JobRun:
                 self.note_hang(before, "did not leave when it was asked to")
                 self.pool.kill(rank)
                 self.note_ends()
+        self.leaving.discard(rank)
         self.job.request(rank, "leave").unlink(missing_ok=True)  # it was meant for the previous worker
         if self.replace:
             self.pool.start(rank, self.fn, self.job, 0 if before is None else before.generation + 1)
 
     def note_ends(self) -> None:
         for worker in self.pool.poll(POLL):
-            expected = worker.killed or self.job.request(worker.rank, "leave").exists()
-            if expected or (worker.ending == "returned" and time.monotonic() >= self.record.end):
+            over = worker.rank in self.leaving or time.monotonic() >= self.record.end
+            if worker.killed or (worker.ending == "returned" and over):
                 continue
             self.record.ended.append(
                 {

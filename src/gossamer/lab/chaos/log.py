@@ -6,7 +6,18 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Met(NamedTuple):
+    """A collective call that a process has made."""
+
+    ended: float  # time.monotonic()
+    seconds: float
+    number: int  # of the meeting
+    ranks: tuple[int, ...]  # who took part
+    alone: bool  # the directory did not answer
+    size: float  # the norm of the averaged model
 
 
 @dataclass
@@ -18,13 +29,14 @@ class ProcessLog:
     steps: list[tuple[float, int, float, float]] = field(default_factory=list)  # time, step, compute seconds, loss
     members: list[tuple[float, int, tuple[int, ...]]] = field(default_factory=list)  # time, epoch, ranks: changes only
     census: list[tuple[float, int, int, int]] = field(default_factory=list)  # time, rss, file descriptors, threads
+    meetings: list[Met] = field(default_factory=list)
     events: dict[str, float] = field(default_factory=dict)
     joined: bool = False  # the process joined a job that was already running
 
     @property
     def last(self) -> float | None:
-        """The time of the last step or event."""
-        times = [*self.events.values(), *(s[0] for s in self.steps[-1:])]
+        """The time of the last step, meeting or event."""
+        times = [*self.events.values(), *(s[0] for s in self.steps[-1:]), *(m.ended for m in self.meetings[-1:])]
         return max(times) if times else None
 
     def add(self, line: dict[str, Any]) -> None:
@@ -36,6 +48,9 @@ class ProcessLog:
             self.steps.append((t, line["step"], line["compute"], line["loss"]))
             if line.get("members") is not None:
                 self.members.append((t, int(line["epoch"]), tuple(line["members"])))
+        elif "meeting" in line:
+            who = tuple(line["ranks"])
+            self.meetings.append(Met(t, line["seconds"], line["meeting"], who, line["alone"], line["size"]))
         elif "rss" in line:
             self.census.append((t, line["rss"], line["file_descriptors"], line["threads"]))
 

@@ -8,6 +8,8 @@ fault begins, so that every stall belongs to one fault. Kinds of faults:
 - cut: the link of a node is down, or loses every packet, for some seconds.
 - join: a worker leaves the job as asked, and a new worker with its rank joins some seconds later.
 - slow: a worker computes several times slower for a while, or the link of its node is slow.
+- pair: all packets between two nodes are lost, while both reach all other nodes.
+- term: a worker gets SIGTERM, leaves the job in good order, and is replaced some seconds later.
 """
 
 from __future__ import annotations
@@ -20,9 +22,12 @@ from typing import Any
 
 from gossamer.errors import InputError
 
-KINDS = ("kill", "stop", "cut", "join", "slow")
+KINDS = ("kill", "stop", "cut", "join", "slow", "pair", "term")
 # Used in turn, so that short runs have every kind. The first fault is always the same: DDP is run under it.
-DECK = ("kill", "kill rank 0", "stop", "cut", "join", "slow", "kill node", "stop rank 0", "cut", "slow")
+DECK = (
+    *("kill", "kill rank 0", "stop", "cut", "join", "slow", "pair", "term"),
+    *("kill node", "stop rank 0", "cut", "slow"),
+)
 SLOT = 6.0  # seconds: a shorter slot leaves a victim no time to come back
 SHARE = 0.6  # a fault lasts at most this part of its slot
 SLOWER = 4.0  # factor on the compute time of a slow worker
@@ -39,6 +44,7 @@ class Fault:
     until: float
     node: int | None = None  # for faults that affect a whole node
     how: str = ""
+    other_node: int | None = None  # for faults that affect two nodes
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -48,10 +54,12 @@ class Fault:
             "until": self.until,
             "node": self.node,
             "how": self.how,
+            "other_node": self.other_node,
         }
 
     def __str__(self) -> str:
         whom = f"node {self.node}" if self.node is not None else f"worker {', '.join(map(str, self.victims))}"
+        whom += "" if self.other_node is None else f" and node {self.other_node}"
         return f"{self.kind} {whom}" + (f" ({self.how})" if self.how else "")
 
 
@@ -80,9 +88,11 @@ def make_plan(
     plan = []
     for index, card in enumerate([cards[0], *rest]):
         kind, _, whom = card.partition(" ")
-        if kind == "cut" and (not links or len(per_node) < 2):
+        if kind == "pair" and len(per_node) < 3:  # two nodes would not reach all others
+            kind = "cut"
+        if kind in ("cut", "pair") and (not links or len(per_node) < 2):
             kind, whom = "stop", ""
-        whole = kind == "cut" or (whom == "node" and len(per_node) > 1)
+        whole = kind in ("cut", "pair") or (whom == "node" and len(per_node) > 1)
         node = draw.randrange(len(per_node)) if whole else None
         victims = tuple(where[node]) if node is not None else (0 if whom == "rank 0" else draw.randrange(n),)
         at = lead + slot * (index + draw.uniform(0.0, 0.15))
@@ -90,8 +100,11 @@ def make_plan(
         if kind == "slow" and how == "link":
             node = next(m for m, ranks in enumerate(where) if victims[0] in ranks)
             victims = tuple(where[node])
+        other = draw.choice([m for m in range(len(per_node)) if m != node]) if kind == "pair" else None
+        if other is not None:
+            victims = tuple(sorted((*victims, *where[other])))
         until = at + min(lasts, SHARE * slot)
-        plan.append(Fault(round(at, 2), kind, victims, round(until, 2), node, how))
+        plan.append(Fault(round(at, 2), kind, victims, round(until, 2), node, how, other))
     return tuple(plan)
 
 
@@ -108,10 +121,12 @@ def _ranks(per_node: Sequence[int]) -> list[range]:
 
 def _details(kind: str, draw: random.Random, links: bool) -> tuple[str, float]:
     """The variant of a fault, and its length in seconds."""
-    if kind in ("kill", "join"):
+    if kind in ("kill", "join", "term"):
         return "", draw.uniform(2.0, 4.0)
     if kind == "stop":
         return ("short", draw.uniform(1.0, 3.0)) if draw.random() < 0.3 else ("long", draw.uniform(7.0, 9.0))
+    if kind == "pair":
+        return "packets lost", draw.uniform(7.0, 10.0)
     if kind == "cut":
         return draw.choice(["link down", "packets lost"]), draw.uniform(5.0, 10.0)
     return ("link" if links and draw.random() < 0.5 else "compute"), draw.uniform(4.0, 8.0)

@@ -23,6 +23,7 @@ from gossamer.lab.chaos.verdict import (
     flatness,
     growth_problem,
     leaks,
+    meetings,
     problems,
     rejoins,
     stall_limit,
@@ -53,6 +54,7 @@ class ChaosConfig:
     method: str = "dadam:aer"
     lr: float | None = None  # None: that of the method's optimizer in `LEARNING_RATES`
     compute: float = 0.15
+    meet_every: int = 20  # steps between two collective calls; 0: none
     link: str | None = "100mbit"
     network: Literal["namespaces", "loopback"] = "namespaces"
     soft: float | None = None  # seconds; None: learned
@@ -68,6 +70,8 @@ class ChaosConfig:
             raise InputError(f"calm runs must be 0 to 20, got {self.calm_runs}; pass e.g. 3")
         if not 0.01 <= self.compute <= 10:
             raise InputError(f"compute must be from 0.01 to 10 seconds per step, got {self.compute:g}; pass e.g. 0.15")
+        if self.meet_every < 0:
+            raise InputError(f"meet_every must be at least 0 steps, got {self.meet_every}; pass e.g. 20, or 0")
         if self.lr is not None and not 0 < self.lr <= 10:
             raise InputError(f"the learning rate must be above 0 and at most 10, got {self.lr:g}; pass e.g. 0.002")
         given = [d for d in (self.soft, self.hard, self.timeout) if d is not None]
@@ -106,6 +110,7 @@ class ChaosConfig:
             timeout=self.timeout,
             soft=self.soft,
             hard=self.hard,
+            meet_every=self.meet_every,
         )
 
 
@@ -224,12 +229,14 @@ def _verdict(
         "restarts": len(record.ended),
         "longest_stall_s": stalled[0]["seconds"] if stalled else None,
         "stall_limit_s": stall_limit(chaos.soft),
+        **meetings(record),
         "rejoined": sum(r["seconds"] is not None for r in rejoined),
         "not_rejoined": sum(r["seconds"] is None for r in rejoined),
         "rejoin_s": [r["seconds"] for r in rejoined],
         "final_loss": loss,
         "calm_final_loss": calm_losses[0] if calm_losses else None,
         "calm_final_losses": calm_losses,
+        "calm_meetings": [meetings(r)["meetings"] for r, _ in calm],
         "calm_longest_stalls_s": [s[0]["seconds"] for s in (stalls(r, 0.0) for r, _ in calm) if s],
         "leaks": {what: kept.get(what, 0) + own_leaks[what] for what in own_leaks},
         "faults": [{**f.fault.describe(), "at": f.at, "until": f.until} for f in record.faults],
@@ -243,7 +250,8 @@ def _verdict(
         "cluster": cluster,
         "job": {
             "lr": chaos.learning_rate,
-            **{name: getattr(chaos, name) for name in ("method", "compute", "soft", "hard", "timeout")},
+            **{name: getattr(chaos, name) for name in ("method", "compute", "meet_every", "soft")},
+            **{name: getattr(chaos, name) for name in ("hard", "timeout")},
             **{name: getattr(chaos, name) for name in ("seed", "calm_runs")},
         },
         "memory": flatness(record),
@@ -268,5 +276,8 @@ def _log_entry(log: ProcessLog, begin: float) -> dict[str, Any]:
         "joined": log.joined,
         "events": {name: round(t - begin, 3) for name, t in log.events.items()},
         "members": [[round(t - begin, 3), epoch, list(ranks)] for t, epoch, ranks in log.members],
+        "meetings": [
+            [round(m.ended - begin, 3), round(m.seconds, 3), m.number, list(m.ranks), m.alone] for m in log.meetings
+        ],
         "steps": [[round(t - begin, 3), step, round(loss, 4)] for t, step, _, loss in log.steps],
     }

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from gossamer.lab.chaos.job import FaultRecord, JobRecord
 from gossamer.lab.chaos.log import ProcessLog
 
-AWAY = ("kill", "stop", "cut", "join")  # stalls of a victim of these do not count until the victim is back
+# Stalls of a victim of these do not count until the victim is back.
+AWAY = ("kill", "stop", "cut", "join", "pair", "term")
 LATE = 2.0  # seconds after a fault within which the others may still drop its victim
 SHORTEST = 0.2  # seconds: shorter stalls are noise and are not listed
 LIFE = 0.5  # processes that lived for a smaller part of the run are not judged by their memory
@@ -22,6 +24,7 @@ CHURN_MB, CHURN_COUNT = 12.0, 4
 LONG = 300.0  # seconds: in a shorter run with faults the caches still fill, so its growth is shown and not judged
 STALL = 4.0  # a worker without a fault may stall for this many soft deadlines,
 STALL_LEARNED = 1.0  # or seconds, where deadlines are learned
+EQUAL = 1e-4  # allowed relative difference of the mean between the participants of a meeting
 NOISE = 0.1  # allowed relative error of the loss if fewer than three calm runs show its spread
 
 
@@ -29,7 +32,8 @@ def back_at(record: JobRecord, done: FaultRecord, rank: int) -> float | None:
     """When a victim trained with the others again, in seconds since the start; None if it did not.
 
     A victim is back when it has made a step after the end of the fault and all workers that had dropped it from their
-    members list it again.
+    members list it again. If it waits in a collective call by then, it is back: it mixes with them, and makes its next
+    step after their next meeting.
     """
     over = record.begin + (done.until if done.until is not None else record.seconds)
     step = next((t for log in _logs_of(record, rank) for t, *_ in log.steps if t > over), None)
@@ -40,15 +44,18 @@ def back_at(record: JobRecord, done: FaultRecord, rank: int) -> float | None:
         if log.rank in done.fault.victims or not log.steps or log.steps[0][0] > record.begin + done.at:
             continue
         lists = [m for m in log.members if m[0] >= record.begin + done.at]
-        dropped = next((k for k, m in enumerate(lists) if rank not in m[2]), None)
-        if dropped is None or lists[dropped][0] > over + LATE:
+        dropped = [k for k, m in enumerate(lists) if rank not in m[2] and m[0] <= over + LATE]
+        if not dropped:
             continue
-        again = next((t for t, _, members in lists[dropped:] if rank in members and t > over), None)
+        again = next((t for t, _, members in lists[dropped[-1] :] if rank in members), None)
         if again is not None:
-            seen.append(again)
+            seen.append(max(again, over))
         elif log.steps[-1][0] > over + LATE:  # this worker continued without the victim
             return None
-    return max([step, *seen]) - record.begin
+    listed = max(seen, default=over)
+    calls = [met for log in _logs_of(record, rank) for met in log.meetings if not met.alone]
+    waits = any(met.ended - met.seconds <= listed <= met.ended for met in calls)
+    return (listed if waits else max(step, listed)) - record.begin
 
 
 def false_drops(record: JobRecord) -> list[dict[str, Any]]:
@@ -93,21 +100,57 @@ def rejoins(record: JobRecord) -> list[dict[str, Any]]:
 
 
 def stalls(record: JobRecord, least: float = SHORTEST) -> list[dict[str, Any]]:
-    """Gaps between two steps, beyond the compute time, of workers that no fault kept away; longest first."""
-    away = [(r["worker"], r["at"], r["back"] if r["back"] is not None else record.seconds) for r in rejoins(record)]
-    found = []
-    for log in record.logs:
-        own = [(begin, end) for rank, begin, end in away if rank == log.rank]
-        for t0, t1, seconds in _gaps(log):
-            start, end = t0 - record.begin, t1 - record.begin
-            if seconds >= least and end <= record.seconds and not any(a < end and start < b for a, b in own):
-                found.append({"worker": log.rank, "from": start, "to": end, "seconds": seconds})
+    """Gaps between two steps, beyond compute and meetings, of workers that no fault kept away; longest first."""
+    found = [
+        {"worker": rank, "from": start, "to": end, "seconds": seconds}
+        for rank, start, end, seconds in _healthy(record, _gaps)
+        if seconds >= least
+    ]
     return sorted(found, key=lambda s: -s["seconds"])
 
 
+def _healthy(
+    record: JobRecord, spans: Callable[[ProcessLog], Iterable[tuple[float, float, float]]]
+) -> Iterator[tuple[int, float, float, float]]:
+    """Rank, begin, end and seconds of the spans of all processes in which no fault kept them away; times are since the
+    start of the run."""
+    away = [(r["worker"], r["at"], record.seconds if r["back"] is None else r["back"]) for r in rejoins(record)]
+    for log in record.logs:
+        own = [(a, b) for rank, a, b in away if rank == log.rank]
+        for t0, t1, seconds in spans(log):
+            start, end = t0 - record.begin, t1 - record.begin
+            if end <= record.seconds and not any(a < end and start < b for a, b in own):
+                yield log.rank, start, end, seconds
+
+
 def _gaps(log: ProcessLog) -> Iterator[tuple[float, float, float]]:
+    ended = [met.ended for met in log.meetings]
     for before, after in pairwise(log.steps):
-        yield before[0], after[0], after[0] - before[0] - after[2]
+        inside = log.meetings[bisect(ended, before[0]) : bisect(ended, after[0])]
+        yield before[0], after[0], after[0] - before[0] - after[2] - sum(met.seconds for met in inside)
+
+
+def _calls(log: ProcessLog) -> Iterator[tuple[float, float, float]]:
+    for met in log.meetings:
+        yield met.ended - met.seconds, met.ended, met.seconds
+
+
+def meetings(record: JobRecord) -> dict[str, Any]:
+    """How many meetings of several members there were, the longest time that a worker without a fault (and a victim)
+    spent in one, and in how many of them the participants held different means."""
+    norms: dict[int, list[float]] = {}
+    for log in record.logs:
+        for met in log.meetings:
+            if len(met.ranks) > 1 and not met.alone:
+                norms.setdefault(met.number, []).append(met.size)
+    calm = list(_healthy(record, _calls))
+    away = {s for log in record.logs for *_, s in _calls(log)} - {seconds for *_, seconds in calm}
+    return {
+        "meetings": len(norms),
+        "longest_meeting_s": max((seconds for *_, seconds in calm), default=None),
+        "longest_meeting_of_a_victim_s": max(away, default=None),
+        "meetings_that_differ": sum(max(found) - min(found) > EQUAL * max(found) for found in norms.values()),
+    }
 
 
 def _logs_of(record: JobRecord, rank: int) -> list[ProcessLog]:
@@ -219,6 +262,8 @@ def problems(verdict: Mapping[str, Any], *, soft: float | None) -> list[str]:
     if stall is not None and stall > allowed and not verdict["saturated"]:  # saturated cores stall any worker
         limit = f"{allowed:g} s" if soft is None else f"{STALL:g} soft deadlines of {soft:g} s"
         found.append(f"a worker without a fault stalled for {stall:.2f} s, longer than {limit}")
+    if verdict.get("meetings_that_differ"):
+        found.append(f"the participants of {verdict['meetings_that_differ']} meetings held different means")
     if verdict["final_loss"] is None:
         found.append("no worker reached the end, so there is no final loss")
     bound = loss_bound(verdict["calm_final_losses"])

@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -29,6 +30,10 @@ from gossamer.predict.methods import Method
 
 CENSUS = 1.0  # seconds between two measurements of memory, file descriptors and threads
 UNSEEN = 4096  # samples for the final loss
+GRACE = 20.0  # seconds that a worker has to leave after SIGTERM
+# Seconds between two meetings: at least so many that a fault delays one meeting and not several, and at most so many
+# that a worker that has missed a meeting, and waits for the next one, does not count as hung.
+LEAST_BETWEEN, MOST_BETWEEN = 6.0, 15.0
 # Learning rates by optimizer at which the loss of this task clearly falls within a minute.
 LEARNING_RATES = {"adam": 2e-3, "gossipadam": 2e-3, "accumadam": 2e-3, "sgd": 0.1}
 
@@ -48,6 +53,12 @@ class ChaosJob:
     timeout: float = 60.0
     soft: float | None = None  # seconds; None: learned
     hard: float | None = None
+    meet_every: int = 20  # steps; 0: never
+
+    @property
+    def between_meetings(self) -> float:
+        """Seconds between two meetings, 0 if there are none: the compute time of `meet_every` steps, within limits."""
+        return min(max(LEAST_BETWEEN, self.meet_every * self.compute), MOST_BETWEEN) if self.meet_every else 0.0
 
     def rate(self, seconds: float) -> float:
         """The learning rate `seconds` after the start: a cosine over the run, down to a twentieth of `lr`."""
@@ -132,9 +143,48 @@ class _Training:
             return 1.0
 
 
+class Meetings:
+    """Has the members of an elastic job average their models again and again.
+
+    Note [When members meet]
+        Members take different numbers of steps: a slow one takes few, and one that was stopped lacks some. If each met
+        the others after so many steps of its own, they would wait long for the slowest. So the time of the run says
+        when they meet, which is the same for all, and nobody waits for longer than another one's step. `slot` counts
+        the meetings that were due. It is a buffer of the model: a worker that joins gets the count of the member whose
+        state it takes, and inside `averaged()` everybody sees the largest count of those who came.
+    """
+
+    def __init__(self, job: ChaosJob, model: nn.Module) -> None:
+        self._every = job.between_meetings
+        self._slot = torch.zeros((), dtype=torch.long)
+        model.register_buffer("slot", self._slot)
+
+    def _due(self, now: float) -> int:
+        return int(max(0.0, now) / self._every) if self._every else 0
+
+    def after_step(self, gossip: gossamer.ElasticGossip, clock: RunClock, log: StepLog) -> None:
+        """Meet the others if it is time, and log it."""
+        slot, joined = self._due(clock()), gossip.acknowledge_join()
+        if slot <= int(self._slot):
+            return
+        self._slot.fill_(slot)
+        if joined:  # the meeting became due while this worker joined
+            gossip.skip_meeting()
+            return
+        began = time.monotonic()
+        with gossip.averaged() as model:
+            furthest, size = int(self._slot), float(nn.utils.parameters_to_vector(model.parameters()).norm())
+        met = gossip.met
+        assert met is not None
+        self._slot.fill_(max(furthest, self._due(clock())) if met.alone else furthest)
+        seconds = time.monotonic() - began
+        log(meeting=met.number, seconds=seconds, ranks=met.ranks, alone=met.alone, size=size)
+
+
 def train(rank: int, job: ChaosJob, generation: int = 0) -> dict[str, Any]:
-    """Train as a member of an elastic job until the run ends or the launcher asks this worker to leave."""
+    """Train as a member of an elastic job until the run ends or this worker is asked to leave, by a file or SIGTERM."""
     training = _Training(rank, generation, job)
+    meetings = Meetings(job, training.model)
     optimizer = optimizer_of(job.method.optimizer, training.model.parameters(), job.lr)
     training.gradients(training.model)  # torch starts threads and allocates buffers in the first step
     optimizer.zero_grad()
@@ -150,13 +200,15 @@ def train(rank: int, job: ChaosJob, generation: int = 0) -> dict[str, Any]:
         timeout=job.timeout,
         on_failure=gossamer.Continue(soft_deadline=job.soft, hard_deadline=job.hard),
     )
+    assert isinstance(gossip, gossamer.ElasticGossip)
+    gossip.leave_on(signal.SIGTERM, grace=GRACE)
     stats = gossip.stats()
     log(event="ready", joined=bool(stats.get("joined")), step=stats["steps"])
     members: Any = None
     counted = -CENSUS
     leave = job.request(rank, "leave")
     clock = RunClock(job)
-    while (now := clock()) < job.seconds and not leave.exists():
+    while (now := clock()) < job.seconds and not (leave.exists() or gossip.leaving):
         for group in optimizer.param_groups:
             group["lr"] = job.rate(now)
         loss, seconds = training.gradients(training.model)
@@ -171,6 +223,7 @@ def train(rank: int, job: ChaosJob, generation: int = 0) -> dict[str, Any]:
         if now - counted >= CENSUS:
             counted = now
             log(**census())
+        meetings.after_step(gossip, clock, log)
     stats = gossip.stats()
     flat = nn.utils.parameters_to_vector(training.model.parameters()).detach().clone()
     log(event="leaving", step=stats["steps"])
