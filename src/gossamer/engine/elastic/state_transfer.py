@@ -15,6 +15,7 @@ there is none, the founder with the lowest rank that is still a member begins wi
 
 from __future__ import annotations
 
+import ctypes
 import io
 import queue
 import socket
@@ -180,7 +181,10 @@ class StateTransfer:
             failures: list[str] = []
             found = self._ask(members.donors(), members, failures, 0 if patience else MOST_FAILURES)
             if found is not None:
-                return found[0]
+                progress, _ = found
+                del found, _
+                give_back_memory()
+                return progress
             pause = min(LONGEST_POLL, 1.5 * pause)
             if not (failures and deadline.sleep(pause)):
                 break
@@ -245,8 +249,11 @@ class StateTransfer:
 
     def _send(self, asked: list[Asker], state: dict[str, Any]) -> None:
         data = _saved(state)
+        state.clear()
         for asker in asked:
             asker.answer(data)
+        del data
+        give_back_memory()
 
     def _load(self, data: io.BytesIO, *, optimizers: bool) -> dict[str, Any]:
         try:
@@ -260,6 +267,12 @@ class StateTransfer:
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise GossamerError(f"the state that a member sent does not fit this model: {error}") from error
         return progress
+
+
+def give_back_memory() -> None:
+    """Return freed memory to the system. glibc would keep the room of a state for each thread that has handled one."""
+    with suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _with_state(store: Store, record: Record) -> set[str]:
