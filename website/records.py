@@ -10,16 +10,39 @@ from typing import Any
 RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records"
 PICTURES = {".svg", ".png"}
 KINDS = {
-    "How fast": ("bench-", "time-to-loss", "async-overhead", "engine-overhead", "engine-memory", "optim"),
-    "How good": ("quality-", "noise-scale", "a2cid2-stationary"),
+    "How fast": (
+        "bench-",
+        "time-to-loss",
+        "thin-links",
+        "links",
+        "async-overhead",
+        "engine-overhead",
+        "engine-memory",
+        "optim",
+    ),
+    "How good": (
+        "quality-",
+        "flagship-",
+        "thin-quality-",
+        "noise-scale",
+        "overlap-stability",
+        "wire",
+        "a2cid2-stationary",
+    ),
     "How well predicted": ("paper-prediction", "predict-", "simulator"),
-    "What failures cost": ("chaos", "soak", "rejoin", "checkpoint-"),
+    "What failures cost": ("chaos", "goodput", "partition", "soak", "rejoin", "checkpoint-"),
 }
 
 
 def names() -> list[str]:
-    """Return the names of all records, sorted."""
-    return sorted(path.name for path in RECORDS.iterdir() if path.is_dir())
+    """Return the names of all records, sorted. A folder with nothing but raw runs belongs to an unfinished study."""
+    return sorted(
+        path.name for path in RECORDS.iterdir() if path.is_dir() and any(map(_says_something, path.iterdir()))
+    )
+
+
+def _says_something(path: Path) -> bool:
+    return path.suffix in {".md", ".txt"} or path.name == "record.json"
 
 
 def attachments(name: str) -> list[str]:
