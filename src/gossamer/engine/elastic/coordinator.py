@@ -196,9 +196,9 @@ class ElasticCoordinator(Coordinator):
             self._attempts.succeeded()
             self._continue_from(progress, lanes)
 
-    def _take_state(self, patience: float = 0.0) -> Progress:
+    def _take_state(self, retry_for: float = 0.0) -> Progress:
         """Take a member's state and what it has learned, and become a member."""
-        progress = self._transfer.fetch(self.members, patience)
+        progress = self._transfer.fetch(self.members, retry_for)
         self.members.deadlines.inherit(progress.deadline, progress.step_seconds)
         self.members.admit(progress.rounds)
         return progress

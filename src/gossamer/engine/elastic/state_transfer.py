@@ -171,15 +171,15 @@ class StateTransfer:
             if not waiting.keys() - started(waiting) or not deadline.sleep(POLL):
                 return
 
-    def fetch(self, members: Membership, patience: float = 0.0) -> Progress:
+    def fetch(self, members: Membership, retry_for: float = 0.0) -> Progress:
         """Load a member's parameters, buffers and optimizer state, and return that member's progress.
 
-        Without `patience` give up after MOST_FAILURES donors; else ask all of them, again for so many seconds.
+        With `retry_for` ask all donors, again and again for so many seconds; else give up after MOST_FAILURES donors.
         """
-        deadline, pause = Deadline(patience), POLL
+        deadline, pause = Deadline(retry_for), POLL
         while True:
             failures: list[str] = []
-            found = self._ask(members.donors(), members, failures, 0 if patience else MOST_FAILURES)
+            found = self._ask(members.donors(), members, failures, 0 if retry_for else MOST_FAILURES)
             if found is not None:
                 progress, _ = found
                 del found, _
