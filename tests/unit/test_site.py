@@ -54,8 +54,10 @@ def test_every_picture_is_there(site: Path) -> None:
 
 
 def test_every_record_has_its_page_with_its_own_numbers(site: Path) -> None:
-    for record in (ROOT / "benchmarks" / "records").iterdir():
-        if record.is_dir():
+    for record in filter(Path.is_dir, (ROOT / "benchmarks" / "records").iterdir()):
+        if {path.name for path in record.iterdir()} == {"runs.jsonl"}:  # of a study that is not finished
+            assert not (site / "evidence" / f"{record.name}.html").exists()
+        else:
             page = _text(site / "evidence" / f"{record.name}.html")
             readme = record / "README.md"
             table = re.findall(r"^\|(.+)\|$", readme.read_text(encoding="utf-8"), re.M) if readme.exists() else []
