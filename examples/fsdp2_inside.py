@@ -45,12 +45,14 @@ def main(steps: int, per_node: int, out: Path, resume: bool) -> None:
     optimizer = gossamer.GossipAdamW(model.parameters(), lr=3e-3)
     gossip = gossamer.decentralize(model, optimizer, topology="aer")  # between the nodes
     node = out / f"node-{mesh.get_local_rank('replicate')}"  # each node has its own model and optimizer,
-    mine = node / f"gossip-{mesh.get_local_rank('shard')}.pt"  # each worker its own gossip state
+    mine = node / f"gossip-{mesh.get_local_rank('shard')}.pt"  # each worker its own gossip state and rounding
     where = {"checkpoint_id": node, "process_group": mesh["shard"].get_group()}
     if resume:
         dcp.load(kept := dict(enumerate(states.get_state_dict(model, optimizer))), **where)
         states.set_state_dict(model, optimizer, model_state_dict=kept[0], optim_state_dict=kept[1])
-        gossip.load_state_dict(torch.load(mine, weights_only=True))
+        saved, normalized = torch.load(mine, weights_only=True)
+        optimizer.load_state_dict({**optimizer.state_dict(), "normalized": normalized})
+        gossip.load_state_dict(saved)
     for step in range(done := gossip.steps[0], steps):
         loss_of(model, torch.Generator().manual_seed(1 + rank + 1000 * step)).backward()
         gossip.clip_grad_norm_(1.0)
@@ -58,7 +60,7 @@ def main(steps: int, per_node: int, out: Path, resume: bool) -> None:
         optimizer.zero_grad()
         if step + 1 == steps // 2:
             dcp.save(dict(enumerate(states.get_state_dict(model, optimizer))), **where)
-            torch.save(gossip.state_dict(), mine)
+            torch.save((gossip.state_dict(), optimizer.state_dict().get("normalized", {})), mine)  # not in DCP
 
     with gossip.averaged(), torch.no_grad():  # every node holds the mean of all nodes
         loss = loss_of(model, torch.Generator().manual_seed(0), size=256)
