@@ -2,8 +2,6 @@
 
 On two machines with 2 devices each:  torchrun --nnodes 2 --nproc-per-node 2 ... examples/fsdp2_inside.py
 On one machine, as two nodes of 2:    torchrun --nproc-per-node 4 examples/fsdp2_inside.py --per-node 2
-
-Gradients are averaged exactly inside a node; between nodes each worker exchanges its own shards while it computes.
 """
 
 import argparse
