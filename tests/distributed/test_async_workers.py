@@ -391,10 +391,13 @@ def slow_start(rank, decentralize):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with decentralize(model, optimizer, topology="ring", algorithm="ad-psgd", rate=2.0) as gossip:
-                for step in range(40):
+                while not (units := gossip.stats()["unit_seconds_by_lane"]):
                     train(model, optimizer, rank, 1)
-                    time.sleep(0.15 if step < 5 else 0.002)
-                unit = gossip.stats()["unit_seconds_by_lane"][0]
+                    time.sleep(0.15)
+                unit = units[0]
+                for _ in range(35):
+                    train(model, optimizer, rank, 1)
+                    time.sleep(0.002)
     finally:
         clocks.LATER = before
     return unit, [str(w.message) for w in caught if issubclass(w.category, gossamer.GossamerWarning)]

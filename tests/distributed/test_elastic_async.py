@@ -85,16 +85,17 @@ def test_the_mean_is_conserved_although_connections_break(monkeypatch, algorithm
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_others_continue_and_a_replacement_takes_both_copies(monkeypatch, algorithm):
     with job(monkeypatch, 4, topology="ring", algorithm=algorithm) as made:
-        workers = made.all(250, state, pause=0.01)
+        workers = made.all(500, state, pause=0.01)
         workers[0].until(40)
         workers[0].kill()
         others = workers[1:]
         until(lambda: all(w.gossip.stats()["members"] == [1, 2, 3] for w in others))
         seen = [w.gossip.stats()["rounds"] for w in others]
         until(lambda: all(w.gossip.stats()["rounds"] > k + 5 for w, k in zip(others, seen, strict=True)))
-        replacement = made.start(0, 250, state, pause=0.01)
+        begun = min(w.gossip.stats()["steps"] for w in others)  # each worker has its own pace
+        replacement = made.start(0, 500, state, pause=0.01)
         results = finish([replacement, *others])
-    assert replacement.started_at >= 40
+    assert replacement.started_at >= begun > 0
     for stats, x, x_tilde in results:
         assert stats["members"] == [0, 1, 2, 3]
         assert all(bool(torch.isfinite(v).all()) for v in x)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from gossamer import GossamerError, InputError, VirtualCluster
 from gossamer.comm import PeerError
 from gossamer.comm.tcp.frame import Ask
 from gossamer.comm.tcp.links import LinkTable
+from gossamer.engine.elastic.lane import ElasticLane
 from policies import policies
 
 
@@ -179,6 +181,90 @@ def test_a_worker_that_was_silent_too_long_joins_again_with_a_members_state(monk
     assert all(stats["members"] == [0, 1, 2] for *_, stats in results)
     assert len(workers[1].values) < 250  # it jumped to where the others were
     assert all(torch.equal(mean, results[0][1]) for _, mean, _ in results)
+
+
+class Launches(list[tuple[Any, int, int]]):
+    """What the lanes of all workers have launched: lane, epoch of its plan, and round."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.starts: dict[int, int] = {}  # by epoch: the round from which its plan is followed
+        launch_job = ElasticLane._launch_job
+
+        def launch(lane, k, *rest):
+            self.append((lane, lane.epoch, k))
+            self.starts.setdefault(lane._members.record.epoch, lane._members.record.starts[0])
+            return launch_job(lane, k, *rest)
+
+        monkeypatch.setattr(ElasticLane, "_launch_job", launch)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["joins", "joins again"])
+def test_a_newcomer_waits_for_nobody_before_its_plan_begins(monkeypatch, again):
+    """The others follow the plan with the newcomer from an announced round on, and answer nothing before it."""
+    launched = Launches(monkeypatch)
+    with job(monkeypatch, 3, 1, topology="complete", soft_deadline=0.5, hard_deadline=0.6) as made:
+        workers = made.all(150, report, pause=0.02)
+        workers[1].until(20)
+        if again:
+            members = workers[1].gossip.members
+            beat, members.links.send_all = members.links.send_all, lambda *a, **k: None
+            workers[1].frozen.set()
+            until(lambda: 1 not in workers[0].gossip.stats()["members"])
+            members.links.send_all = beat
+            before = len(launched)
+            workers[1].frozen.clear()
+            newcomer = workers[1]
+        else:
+            workers[1].kill()
+            until(lambda: 1 not in workers[0].gossip.stats()["members"])
+            before = len(launched)
+            newcomer = made.start(1, 150, report, pause=0.02)
+        finish([workers[0], workers[2], newcomer])
+    lane = newcomer.gossip.lanes[0]
+    joined = min(epoch for one, epoch, _ in launched[before:] if one is lane and epoch > 1)
+    rounds = [k for one, epoch, k in launched[before:] if one is lane and epoch == joined]
+    assert rounds, "the newcomer has exchanged nothing"
+    assert min(rounds) >= launched.starts[joined]
+
+
+def test_an_announced_plan_is_followed_until_the_next_one_begins(monkeypatch):
+    """The members change again before the plan for the last change begins: nobody skips that plan."""
+    monkeypatch.setattr("gossamer.engine.elastic.coordinator.MARGIN", 30)
+    launched = Launches(monkeypatch)
+    with job(monkeypatch, 3, 1, topology="complete", soft_deadline=0.5, hard_deadline=0.6) as made:
+        workers = made.all(200, report, pause=0.02)
+        workers[1].until(20)
+        workers[1].kill()
+        until(lambda: 1 not in workers[0].gossip.stats()["members"])
+        newcomer = made.start(1, 200, report, pause=0.02)
+        finish([workers[0], workers[2], newcomer])
+    left, joined = launched.starts[2], launched.starts[3]
+    assert left < joined
+    survivors = [worker.gossip.lanes[0] for worker in (workers[0], workers[2])]
+    followed = {epoch for lane, epoch, k in launched if lane in survivors and left <= k < joined}
+    assert followed == {2}
+
+
+def test_a_newcomer_is_in_step_with_the_others(monkeypatch):
+    """It has its donor's state, so its next round is its donor's next round, which it launches after a step."""
+    rounds: list[tuple[int, int]] = []  # of the newcomer: its next round, and that of the others
+
+    def resume(lane, k, steps, donated):
+        continue_from(lane, k, steps, donated)
+        rounds.append((lane.k, k))
+
+    continue_from = ElasticLane.continue_from
+    monkeypatch.setattr(ElasticLane, "continue_from", resume)
+    with job(monkeypatch, 3, 1, topology="complete", soft_deadline=0.5, hard_deadline=0.6) as made:
+        workers = made.all(150, report, pause=0.05)
+        workers[1].until(20)
+        workers[1].kill()
+        until(lambda: 1 not in workers[0].gossip.stats()["members"])
+        newcomer = made.start(1, 150, report, pause=0.05)
+        finish([workers[0], workers[2], newcomer])
+    ((own, theirs),) = rounds
+    assert own == theirs
 
 
 def test_a_worker_that_ran_out_of_data_relays_until_the_others_come(monkeypatch):

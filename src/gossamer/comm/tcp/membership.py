@@ -7,9 +7,11 @@ is agreed, and every worker continues with the members it can reach.
 
 Note [Why a plan starts at an announced round]: workers learn of a new record at different times. If each followed its
 plan at once, neighbors would expect messages of different plans and lose the round. A proposal therefore names, for
-each lane, a round that lies MARGIN rounds beyond the furthest round its worker has heard of: until then all follow the
-old plan. A worker that learns of the record later than that loses the rounds in between, but mixes nothing wrong:
-messages carry the id of their plan, and a message of another plan is refused.
+each lane, a round that lies some rounds (at least MARGIN, and more if steps are short) beyond the furthest round its
+worker has heard of: until then all follow the old plan. A worker that learns of the record later than that loses the
+rounds in between, but mixes nothing wrong: messages carry the id of their plan, and a message of another plan is
+refused. If the members change again before that round, the earlier plan is still followed in the rounds between the
+two: some workers may be in them already.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from gossamer.comm.transport import ChannelId, Purpose
 LOOK = 0.5  # seconds between reads of the record
 LEAP = 10**7  # rounds that a peer can be ahead: a worker was away for that long
 LONGEST_LOOK = 1.5  # the same when the directory does not answer
+KEPT = 16  # records: as many changes of the members may be announced at a time
 MARGIN = 2  # see Note [Why a plan starts at an announced round]
 
 
@@ -52,7 +55,7 @@ class Membership:
         hard_deadline: Seconds of silence after which a member counts as dead; None: learned from its heartbeats.
         serve: Takes over a connection over which another worker asks for this worker's state.
         observers: Returns the ranks of a record that watch a given rank. Default: all of them.
-        margin: Rounds, or events, until the plan for new members is followed.
+        margin: Returns the rounds, or events, until the plan for new members is followed, given the seconds of a step.
     """
 
     def __init__(
@@ -63,11 +66,12 @@ class Membership:
         hard_deadline: float | None,
         serve: Callable[[socket.socket, Ask], None],
         observers: Callable[[Record, int], set[int]] = lambda record, rank: set(record.members),
-        margin: int = MARGIN,
+        margin: Callable[[float], int] = lambda step: MARGIN,
     ):
         self.rank, self.size, self.me = arrival.rank, arrival.size, arrival.me
         self.directory, self.run = arrival.directory, arrival.foundation.run
         self.record = Record(0, {}, [0] * arrival.lanes)
+        self._announced: tuple[Record, ...] = ()  # the latest first; some may not be followed yet
         self._rounds = [0] * arrival.lanes
         self._serve, self._margin = serve, margin
         self._left = False
@@ -201,6 +205,11 @@ class Membership:
             self._heeded = stage
             return True
 
+    def begun(self, lane: int, reached: int) -> Record | None:
+        """The latest record with this worker whose plan has begun where `lane` has reached this round, or event."""
+        mine = (record for record in self._announced if record.members.get(self.rank) == self.me)
+        return next((record for record in mine if record.starts[lane] <= reached), None)
+
     def hard_deadline(self, rank: int) -> float:
         """Seconds of silence after which this member counts as dead."""
         return self._liveness.hard_deadline(self.links.peer(rank))
@@ -282,7 +291,8 @@ class Membership:
 
     def _next(self, record: Record, members: dict[int, Member]) -> Record:
         furthest = [max(own, self.furthest(lane)) for lane, own in enumerate(self._rounds)]
-        return Record(record.epoch + 1, members, [k + self._margin for k in furthest])
+        margin = self._margin(self.deadlines.step)
+        return Record(record.epoch + 1, members, [k + margin for k in furthest])
 
     def _check(self, record: Record) -> None:
         """Raise ValueError if `record` cannot be this job's. A job without members is one that all have left, as far
@@ -298,6 +308,7 @@ class Membership:
     def _replace(self, record: Record) -> None:
         gone = [r for r in self.record.members if r not in record.members and r != self.rank]
         self.record = record
+        self._announced = (record, *self._announced[: KEPT - 1])
         text = record.text().encode()
         self.links.send_all(FrameHeader(Kind.RECORD, self.run, len(text), epoch=record.epoch), text)
         for rank, member in record.members.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -17,6 +18,7 @@ from gossamer.engine.elastic.rejoining import Attempts, continue_alone
 from gossamer.engine.elastic.state_transfer import SILENCE, Progress, StateTransfer
 from gossamer.engine.flat import longest_message
 from gossamer.engine.metrics import UsualStep
+from gossamer.engine.policies import Algorithm, Synchronous
 from gossamer.errors import GossamerError
 from gossamer.topology.replan import replanned
 from gossamer.topology.schedule import Schedule, forget_programs
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
     from gossamer.engine.lane import Lane
     from gossamer.engine.prepared import Prepared
 
-MARGIN = 2  # rounds: see Note [Why a plan starts at an announced round] in comm/tcp/membership.py
+# The least time until a new plan starts, in rounds and in seconds: see Note [Why a plan starts at an announced round]
+# in comm/tcp/membership.py. The seconds are for the record to reach all members.
+MARGIN, MARGIN_SECONDS = 2, 0.5
 POLL = 0.01  # seconds between checks of whether a neighbor has reported its round
 KEPT = 8  # memberships whose schedules are kept: members may leave and come back
 
@@ -66,6 +70,15 @@ def _schedule(spec: Any, founding: Schedule, ranks: tuple[int, ...], nodes: tupl
     return replace(founding, topology=topology, ranks=ranks)
 
 
+def _margin(policy: Algorithm, workers: int, step: float) -> int:
+    """Rounds, or events, until a plan starts that a worker proposes whose steps take `step` seconds (0: not known)."""
+    if isinstance(policy, Synchronous):
+        round_seconds, each = step * policy.every, 1
+    else:
+        round_seconds, each = step, workers  # events are counted over all workers
+    return each * max(MARGIN, math.ceil(MARGIN_SECONDS / round_seconds) if round_seconds else 0)
+
+
 class ElasticCoordinator(Coordinator):
     """A worker that has founded or joined an elastic job, with the parameters from which it starts.
 
@@ -98,7 +111,7 @@ class ElasticCoordinator(Coordinator):
         self.plans = Plans(spec, prepared.schedule, digest(arrival.foundation.description))
         self._transfer = StateTransfer(prepared.model, prepared.optimizers, arrival.foundation.run, settings.timeout)
         longest = longest_message(prepared.model)
-        margin = MARGIN * (arrival.size if settings.asynchronous else 1)  # events are counted over all workers
+        margin = partial(_margin, settings.algorithm, arrival.size)
         self.members = Membership(arrival, longest, soft, hard, self._transfer.serve, self.plans.neighbors, margin)
         self._attempts = Attempts(lambda: (self.members.recoveries, self.members.record.epoch))  # to join again
         self.transport = TcpTransport(self.members, settings.timeout, accelerator)

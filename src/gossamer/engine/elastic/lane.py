@@ -5,6 +5,10 @@ An exchange that a peer does not answer is dropped, which gives the peer's weigh
 see Note [Leaving out a peer] in comm/tcp/transport.py. Nothing incomplete is mixed in: a neighbor's values count once
 all of them have arrived. When the members change, every lane follows the plan for the new members from the announced
 round on. The mean is not conserved exactly across a fault: one side of a pair may have applied what the other lost.
+
+Note [What a newcomer does before its plan begins]: a worker that joins, or joins again, follows the plan of the members
+with itself at once. The others follow it from the announced round on: until then nobody answers the newcomer, so it
+sends and awaits nothing, and trains on its own.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ class ElasticLane(MemberLane, SyncLane):
     """A synchronous lane over the members of an elastic job."""
 
     def __init__(self, parts: LaneParts):
+        self._begins = 0  # the first round with exchanges: see Note [What a newcomer does before its plan begins]
         super().__init__(parts)
         self._deadline = Deadline(0.0)  # of the round in flight
         self._launched = clock()
@@ -48,6 +53,12 @@ class ElasticLane(MemberLane, SyncLane):
         super().launch(combine=combine)
         self._members.advance(self.index, self.k)
 
+    def _post(self) -> None:
+        if self.k < self._begins:
+            self.jobs = []
+        else:
+            super()._post()
+
     def stepped(self) -> None:
         super().stepped()
         if self.index == 0:
@@ -63,6 +74,8 @@ class ElasticLane(MemberLane, SyncLane):
 
     def _follow_members(self) -> Record | None:
         record = super()._follow_members()
+        if record is not None:
+            self._begins = record.starts[self.index]
         outer = None if record is None else self._outer_step
         if outer is not None and (why := problem(outer.policy, self.schedule)) is not None:
             warnings.warn(f"the members have changed: {why}", GossamerWarning, stacklevel=2)
@@ -135,10 +148,12 @@ class ElasticLane(MemberLane, SyncLane):
 
     @torch.no_grad()
     def continue_from(self, rounds: int, steps: int, donated: dict[str, Any]) -> None:
+        self.abandon(self.jobs or ())  # of this worker's old plan: nobody answers them
         self.adopt()
         if self._anchors is not None:
             self._anchors.load_state_dict(donated["anchors"])
             self._anchors.wanted = False  # the others may have had that average meanwhile
         self.k, self.metrics.steps = rounds, steps
+        self.epoch = 0  # follow the members' plan at once
         self._members.advance(self.index, rounds)
-        self.launch(combine=False)
+        self._follow_members()

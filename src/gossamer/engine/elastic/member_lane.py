@@ -55,12 +55,11 @@ class MemberLane(Lane):
         """The next round, or event, of this lane."""
 
     def _follow_members(self) -> Record | None:
-        """Follow the plan of the latest members once its first round has come: see Note [Why a plan starts at an
-        announced round] in comm/tcp/membership.py. Return their record if it is a new one."""
-        record = self._members.record
-        if record.epoch == self.epoch or self._members.excluded:
-            return None
-        if self.epoch and self._reached() < record.starts[self.index]:
+        """Follow the plan of the latest members whose first round has come: see Note [Why a plan starts at an announced
+        round] in comm/tcp/membership.py. Return their record if it is a new one."""
+        members = self._members
+        record = members.begun(self.index, self._reached()) if self.epoch else members.record
+        if record is None or record.epoch <= self.epoch or members.excluded:
             return None
         self.epoch = record.epoch
         self.planned = self.schedule = self._plans.schedule(record)
