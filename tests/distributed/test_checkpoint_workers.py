@@ -116,6 +116,7 @@ def test_an_exception_on_one_worker_ends_all_and_leaves_the_last_checkpoint(tmp_
     consensus(tmp_path)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_ends_the_job(tmp_path, number):
     out = tmp_path / "run"
@@ -128,13 +129,13 @@ def test_a_signal_saves_and_ends_the_job(tmp_path, number):
         stderr=subprocess.PIPE,
         text=True,
     )
-    rows, deadline = out / "metrics-00000.jsonl", time.monotonic() + 100
+    rows, deadline = out / "metrics-00000.jsonl", time.monotonic() + 250
     while not (rows.exists() and rows.read_text().count("\n") >= 3):
         assert job.poll() is None, job.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.05)
     job.send_signal(number)
-    printed, said = job.communicate(timeout=100)
+    printed, said = job.communicate(timeout=250)
     assert job.returncode == 130, said
     assert "stopping after this step with a checkpoint; press Ctrl-C again to quit immediately without saving" in said
     assert f"resume with: gossamer train --resume {out}" in said

@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from workers import process_group
 
 import gossamer
+from gossamer.engine.signal import EVERY
 from gossamer.errors import InputError
 
 STEPS = 5
@@ -87,6 +88,22 @@ def split_by_hand(rank):
             gossip.consensus_distance()  # brings the replicas to one round
             found = [p.detach().clone() for p in (model.up, model.up_bias, model.down, model.bias)]
         return found
+
+
+def corrected(rank):
+    """The bias, of which every part has a copy, after GossipAdam has measured the signal in each group of parts."""
+    with process_group():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        replica, part = divmod(rank, 2)
+        model = Split(part, mesh["tp"].get_group())
+        optimizer = gossamer.GossipAdam(model.parameters(), lr=0.05)
+        with gossamer.decentralize(model, optimizer, topology="ring", process_group=mesh["dp"], timeout=60):
+            for step in range(3 * EVERY):
+                optimizer.zero_grad()
+                model(batch(replica, step)).square().mean().backward()
+                optimizer.step()
+            measured = optimizer._shares[model.bias]
+            return measured, model.bias.detach().clone()
 
 
 def split_by_dtensor(rank):
@@ -187,6 +204,14 @@ def test_parts_split_by_hand_gossip_between_replicas(pools):
         rows = slice(4 * part, 4 * part + 4)
         for got, expected in zip(parts, (up[rows], up_bias[rows], down[:, rows], bias), strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_parameter_that_all_parts_hold_stays_the_same_in_them(pools):
+    found = pools(4).run(corrected)
+    for first, second in (found[:2], found[2:]):
+        assert first[0] is not None
+        assert first[0] == second[0]
+        assert torch.equal(first[1], second[1])
 
 
 def test_dtensors_gossip_between_replicas(pools):

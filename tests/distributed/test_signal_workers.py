@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from workers import batch, decentralize, mlp, process_group, seeded
 
 import gossamer
+from gossamer.engine.clipping import GradientClipper
 from policies import policies
 
 STEPS = 24
@@ -71,3 +72,41 @@ def test_two_nodes_of_two_step_as_two_workers(pools, kind):
         for got, wanted in zip(seen[:early], expected[rank // 2][:early], strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(seen[-1], expected[rank // 2][-1], rtol=0.05, atol=0.01)
+
+
+def clipped(rank):
+    """The clipped gradients of sharded parameters, and those of whole ones with the same norms and shares."""
+    with process_group():
+        model, plain = seeded(0, mlp), seeded(0, mlp)
+        fully_shard(model, mesh=DeviceMesh.from_group(gossamer.node_group(), "cpu"))
+        optimizer, clipper, seen = optimizer_of(model), GradientClipper(), []
+        with decentralize(model, optimizer, **SETTINGS) as gossip:
+            for step in range(STEPS):
+                (loss_of(model, rank, step) * (100.0 if step == STEPS - 1 else 1.0)).backward()
+                for whole, part in zip(plain.parameters(), model.parameters(), strict=True):
+                    whole.grad = part.grad.full_tensor()
+                share = gossip.lanes[0].meter.share
+                norm = gossip.clip_grad_norm_(0.5)
+                if share is not None:
+                    same = clipper.clip(list(plain.parameters()), 0.5, 2, share)
+                    torch.testing.assert_close(norm.full_tensor(), same)
+                    seen.append(
+                        [
+                            (p.grad.full_tensor(), q.grad)
+                            for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+                        ]
+                    )
+                optimizer.step()
+                optimizer.zero_grad()
+        return seen
+
+
+def test_sharded_gradients_are_clipped_as_whole_ones_where_the_share_is_measured(pools):
+    results = pools(2, 2).run(clipped)
+    for seen in results:
+        assert len(seen) > STEPS // 2
+        for step in seen:
+            for got, expected in step:
+                torch.testing.assert_close(got, expected)
+    norms = [torch.cat([g.flatten() for g, _ in step]).norm() for step in results[0]]
+    assert norms[-1] < 1.0, "a spike is clipped near the threshold"

@@ -13,6 +13,7 @@ from gossamer.recipes.config import make_config
 from gossamer.recipes.gradients import Batched, Looped, choose
 from gossamer.recipes.loop import Diverged, Progress
 from gossamer.recipes.run import make_strategy, prepare, read_config, run
+from gossamer.recipes.task import make_task
 from toy import Toy
 
 METHODS = ["ddp", "dsgd:ring", "dadam:ring", "accumadam:aer"]
@@ -145,6 +146,18 @@ def test_vectorized_gradients_equal_the_loop(method, exact_inside, micro, tmp_pa
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
     for one, other in zip(found[0][1], found[1][1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("exact_inside", [False, True])
+def test_attention_is_vectorized_without_a_loop(exact_inside, tmp_path):
+    """vmap warns where it loops over an operation, as it does for torch's fused attention."""
+    task = make_task("lm", {"batch": 2, "context": 8})
+    config = config_for("dadam:ring", exact_inside=exact_inside)
+    strategy = make_strategy(config, task, parse(config.method), tmp_path, 0, None)
+    batches = [[[next(s)] for s in r.streams] for r in strategy.replicas]
+    found = [way(strategy.replicas, batches) for way in (Looped(task, config), Batched(task, config))]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 def test_batches_of_unequal_shapes_are_looped(tmp_path):

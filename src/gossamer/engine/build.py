@@ -319,6 +319,7 @@ def open_lanes(
             siblings=lanes,
             common=p.common,
             shard=p.shard,
+            beside=p.beside,
         )
         lanes.append(kind(parts))
     return lanes

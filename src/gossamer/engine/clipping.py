@@ -23,7 +23,8 @@ class GradientClipper:
     N being the running mean over the steps before: noise is discounted as all-reduce does, and what exceeds the usual
     noise, such as a spike that all replicas share, counts in full. Nothing waits for the device.
 
-    DTensors are clipped at √R times the threshold: the workers of a replica would sample different shards.
+    DTensors are clipped at √R times the threshold unless the share was measured: the workers of a replica would sample
+    different shards, and clip differently.
     """
 
     # Note [Why clipping needs the noise]
@@ -57,13 +58,16 @@ class GradientClipper:
 
     @torch.no_grad()
     def _averaged_norm(self, parameters: Sequence[Tensor], norm: Tensor, replicas: int, share: float | None) -> Tensor:
-        if hasattr(norm, "full_tensor"):
-            shared: Tensor = norm / replicas**0.5
-            return shared
-        power, sample = norm.float().square(), _sample(parameters, norm.device)
+        gathered = getattr(norm, "full_tensor", None)
+        if gathered is not None and share is None:
+            unshared: Tensor = norm / replicas**0.5
+            return unshared
+        power: Tensor = (norm if gathered is None else gathered()).float().square()
+        # With a measured share the sample only tells whether there was a step before.
+        sample = power.new_ones(1) if gathered is not None else _sample(parameters, norm.device)
         if self._before is None or self._before.shape != sample.shape:  # the first step, or other tensors than before
             self._before, self._noise, self._weight = torch.zeros_like(sample), power.new_zeros(()), power.new_zeros(())
-        before, noise, weight = (value.to(norm.device) for value in (self._before, self._noise, self._weight))
+        before, noise, weight = (value.to(power.device) for value in (self._before, self._noise, self._weight))
         usual = noise / weight.clamp(min=1e-6)
         averaged = torch.maximum(power - (1 - 1 / replicas) * usual, power / replicas).sqrt()
         similar = nn.functional.cosine_similarity(sample, before, dim=0).abs()

@@ -247,7 +247,7 @@ def _static(worker: _Worker, process_group: ProcessGroup | DeviceMesh | None, br
         agree(transport.share("description", text), worker.error)
         prepared = worker.prepared
         assert prepared is not None
-        prepared.common = broadcast
+        prepared.common, prepared.beside = broadcast, process_group is not None
         _warn_if_single(prepared, worker.model, workers)
         warn_if_anchor_stays(prepared)
         if broadcast and workers.size > 1:

@@ -296,8 +296,8 @@ class Gossip:
         estimates the norm of the averaged gradient, from this worker's own gradients or from the share of the signal
         that was measured for GossipAdam, and clips where that exceeds `max_norm`. Call it once per step where you call
         torch's: before `optimizer.step()`, and after `GradScaler.unscale_()`. `parameters`, one or several, clips a
-        part of the model by its own norm; default: all parameters. DTensor parameters are clipped at √replicas times
-        `max_norm`, which lets spikes pass.
+        part of the model by its own norm; default: all parameters. Without the measured share, DTensor parameters are
+        clipped at √replicas times `max_norm`, which lets spikes pass.
         """
         every = list(self.model.parameters())
         chosen: list[Tensor] = [*every]

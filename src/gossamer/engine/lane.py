@@ -66,6 +66,7 @@ class LaneParts:
     siblings: Sequence[Lane]  # all lanes of this worker, this one included
     common: bool  # all workers start from the same parameters
     shard: tuple[int, int]  # (i, m): this worker holds shard i of m of its node's replica; (0, 1): all of it
+    beside: bool = False  # workers that do not gossip with this one may hold other parts of the same replica
 
 
 class Lane:

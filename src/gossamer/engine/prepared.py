@@ -27,6 +27,7 @@ class Prepared:
     layout: Layout
     rank: int
     common: bool = True  # all workers start from the parameters of the first one
+    beside: bool = False  # the workers are one dimension of a job: others may hold other parts of the same replica
 
     @property
     def sharded(self) -> bool:

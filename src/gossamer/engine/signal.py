@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 EVERY = 8  # steps between measurements at most, unless rounds are rarer
 SAMPLES = 256  # coordinates of one parameter at most
 MEMORY = 0.85  # of the running means, per measurement
-POOLED = 16.0  # the ratio of all parameters weighs as much as this many coordinates: some parameters have only a few
+POOLED = 16.0  # the ratio of all parameters counts as much as this many coordinates: some parameters have only a few
 
 
 @runtime_checkable
@@ -56,10 +56,12 @@ class SignalMeter:
         *,
         slot: int = 0,
         slots: int = 1,
+        pooled: float = POOLED,
     ):
         self.parameters, self.optimizer, self.average, self.replicas = list(parameters), optimizer, average, replicas
         self.slot, self.slots = slot, slots
-        self.share: float | None = None  # of all parameters together
+        self.pooled = pooled  # how much the ratio of all parameters counts
+        self.share: float | None = None  # of all parameters together, if the worker has a part of each of them
         sizes = torch.tensor([-(-p.numel() // slots) for p in self.parameters])  # of a shard, if they are sharded
         self._strides = [-(-int(size) // SAMPLES) | 1 for size in sizes]  # odd: not the same columns of every matrix
         self._counts = sizes.clamp(max=SAMPLES)
@@ -84,7 +86,10 @@ class SignalMeter:
         average = SideAverage.of(parts, Purpose.SIGNAL, max(1, EVERY // apart), wait)
         if apart > 1:
             average.delay = 1  # a round is several steps, which is long enough
-        return cls(parameters, parts.optimizer, average, replicas, slot=slot, slots=slots)
+        # Other workers of the replica may hold the same parameter beside other parts of the model: its share must be
+        # the same there.
+        pooled = 0.0 if parts.beside else POOLED
+        return cls(parameters, parts.optimizer, average, replicas, slot=slot, slots=slots, pooled=pooled)
 
     @torch.no_grad()
     def look(self, k: int) -> None:
@@ -146,9 +151,9 @@ class SignalMeter:
             return
         pooled = float((self._averaged * self._scale).sum()) / power
         ratios = self._averaged / self._own.clamp(min=torch.finfo(torch.float32).tiny)
-        ratios = (self._counts * ratios + POOLED * pooled) / (self._counts + POOLED)
+        ratios = (self._counts * ratios + self.pooled * pooled) / (self._counts + self.pooled).clamp(min=1)
         shares = self._share(ratios).tolist()
-        self.share = float(self._share(torch.tensor(pooled)))
+        self.share = float(self._share(torch.tensor(pooled))) if self.pooled else None
         self.optimizer.set_signal_shares(dict(zip(self.parameters, shares, strict=True)))
 
     def _share(self, ratio: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from gossamer.recipes.config import RunConfig
@@ -131,12 +132,13 @@ class Batched:
 
         torch.set_rng_state(replicas[0].random[0])
         gradient = grad_and_value(mean_loss)
-        if len(replicas) == 1:
-            gradients, losses = gradient([p.detach() for p in parameters[0]], inputs)
-            gradients, losses = [g[None] for g in gradients], losses[None]
-        else:
-            stacked = [torch.stack([p.detach() for p in same]) for same in zip(*parameters, strict=True)]
-            gradients, losses = vmap(gradient, randomness="different")(stacked, inputs)
+        with sdpa_kernel(SDPBackend.MATH):  # vmap knows its operations, and would loop over a fused attention
+            if len(replicas) == 1:
+                gradients, losses = gradient([p.detach() for p in parameters[0]], inputs)
+                gradients, losses = [g[None] for g in gradients], losses[None]
+            else:
+                stacked = [torch.stack([p.detach() for p in same]) for same in zip(*parameters, strict=True)]
+                gradients, losses = vmap(gradient, randomness="different")(stacked, inputs)
         replicas[0].random[0] = torch.get_rng_state()
         for place, own in enumerate(parameters):
             for parameter, value in zip(own, gradients, strict=True):
