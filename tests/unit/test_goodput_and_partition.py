@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -66,7 +67,8 @@ def test_neither_a_zombie_nor_a_stranger_is_killed():
 
 def a_row(system="gossamer", every=10.0, value=0.96, saturated=False):
     counts = {"kills": 11, "kills_that_met_nobody": 1}
-    return {"system": system, "failure_every_s": every, "goodput": value, "saturated": saturated, **counts}
+    values = {"goodput": value, "goodput_of_compute": value - 0.01}
+    return {"system": system, "failure_every_s": every, "saturated": saturated, **values, **counts}
 
 
 def test_finished_results_are_kept_and_saturated_ones_are_measured_again(tmp_path):
@@ -90,8 +92,8 @@ def test_finished_results_are_kept_and_saturated_ones_are_measured_again(tmp_pat
     ("rows", "words"),
     [
         ([], "It was not measured."),
-        ([a_row(value=0.951)], "It was reached: 95.1%."),
-        ([a_row(value=0.949)], "It was NOT reached: 94.9%."),
+        ([a_row(value=0.951)], "It was reached: 95.1%, and 94.1% if only the compute time of a step counts."),
+        ([a_row(value=0.949)], "It was NOT reached: 94.9%, and 93.9% if"),
         ([a_row(saturated=True)], "not valid, because the cores were saturated"),
     ],
 )
@@ -103,11 +105,17 @@ def test_the_target_is_stated(rows, words):
 def test_the_record_shows_kills_misses_and_invalid_results(tmp_path):
     rows = [a_row("gossamer", None), a_row(), a_row("torchrun", 10.0, 0.3, saturated=True)]
     machine = {"cpu": "a core", "cores": 2, "versions": {"torch": "2"}}
-    goodput.write(tmp_path, {}, rows, machine)
+    goodput.write(tmp_path, {"step_alone_s": 0.405}, rows, machine)
     text = (tmp_path / "README.md").read_text()
-    assert "| gossamer | 96.0% | 96.0% (11 kills, 1 misses) |" in text
-    assert "| torchrun | - | INVALID 30.0% (11 kills, 1 misses) |" in text
+    assert "| gossamer | 96.0% (95.0%) | 96.0% (95.0%), 11 kills, 1 misses |" in text
+    assert "| torchrun | - | INVALID 30.0% (29.0%), 11 kills, 1 misses |" in text
     assert "INVALID where the cores were saturated: torchrun every 10 s." in text
+
+
+def test_a_useful_step_counts_as_long_as_one_worker_alone_takes_for_it():
+    args = argparse.Namespace(seconds=100.0, compute=0.4)
+    found = goodput.goodputs({"useful_steps": 1600}, 0.41, args)
+    assert found == {"goodput": pytest.approx(0.82), "goodput_of_compute": pytest.approx(0.8)}
 
 
 def test_one_step_per_kill_of_an_elastic_job_is_subtracted():
