@@ -1,5 +1,6 @@
 """The page of an advice: the ranking, the sliders over precomputed predictions, and the lines to paste."""
 
+import html
 import json
 
 import pytest
@@ -61,6 +62,15 @@ def test_the_page_is_strict_and_complete(made):
     assert "http" not in text.replace("http://www.w3.org", "")
     inside = text.partition('id="data">')[2].partition("</script>")[0]
     assert json.loads(inside.replace("<\\/", "</"))["what_if"]["own_workers"] == 4
+
+
+def test_every_row_says_what_its_quality_is_based_on(made):
+    _, advice, grid = made
+    text = advice_page(advice.to_dict(), grid, "a cluster")
+    first = advice.to_dict()["table"][0]["quality"]
+    assert f'<td title="{html.escape(first["evidence"])}">{first["basis"]}</td>' in text
+    ranking = text.partition("<tbody>")[2].partition("</tbody>")[0]
+    assert ranking.count("<td title=") == ranking.count("<tr>")
 
 
 def test_a_page_needs_a_cluster(tmp_path, capsys):

@@ -96,16 +96,16 @@ def _ranking(table: Sequence[Mapping[str, Any]], colors: Mapping[str, str]) -> s
             kept.append(r)
         seen.add(key)
     longest = max(r["score"] for r in kept)
-    heads = ("choice", "settings", "ms a step", "waits", "× steps to the same loss", "score (ms)", "")
+    heads = ("choice", "settings", "ms a step", "waits", "× steps to the same loss", "based on", "score (ms)", "")
     rows = []
     for r in kept:
         q = r["quality"]
         steps = "1" if q["high"] == 1 else f"{q['value']:.2f} ({q['low']:.2f} to {q['high']:.2f})"
         cells = [r["method"], _options(r["options"]), f"{r['step_time'] * 1e3:.1f}", f"{r['waiting']:.0%}", steps]
-        cells.append(f"{r['score'] * 1e3:.1f}")
+        basis = f'<td title="{html.escape(q["evidence"])}">{html.escape(q["basis"])}</td>'
         style = f"width:{100 * r['score'] / longest:.1f}%;background:{colors[r['method']]}"
-        bar = f'<td class="bar"><i style="{style}"></i></td>'
-        rows.append("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + bar + "</tr>")
+        bar = f'<td>{r["score"] * 1e3:.1f}</td><td class="bar"><i style="{style}"></i></td>'
+        rows.append("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + basis + bar + "</tr>")
     head = "".join(f"<th>{html.escape(h)}</th>" for h in heads)
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
     return f'<div class="scroll"><table class="ranking">{body}</table></div>'
