@@ -6,7 +6,8 @@
 Every setting runs at the best rate that all-reduce with Adam has on seed 0, with nothing else set by hand. Seeds 20 to
 24 were in no choice of a rate, a form or a setting, and neither was the task `german`. A seed fixes weights and data
 order, so the difference to all-reduce is taken seed by seed. Runs are files in --runs; a study that was stopped goes on
-where it was. Runs of seed 0 at other rates (--seeds 0 --lr RATE) are shown in the record as trials.
+where it was, on another machine from `runs.jsonl` of its record. Runs of seed 0 at other rates (--seeds 0 --lr RATE)
+are shown in the record as trials.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import quality_tables as tables
 from gossamer.report.record import environment, write_record
 from quality import FASHION, INSIDE
-from quality_runs import run_once
+from quality_runs import pack, run_once, unpack
 
 SEEDS = (20, 21, 22, 23, 24)
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -197,6 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.simplefilter("ignore")  # vmap's remarks about attention
     machine = environment()
     folder = args.runs or Path("runs") / f"quality-paired-{args.study}"
+    unpack(args.record, folder)
     found = perform(args, folder)
     summary = table(found, study(args)[2])
     tried = trials(folder, study(args)[0]["steps"])
@@ -207,6 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         data["trials"] = {n: tables.compact({n: {"lr": 0.0, "trials": t, "runs": [*t.values()][:1]}})[n]["other_trials"]
                           for n, t in tried.items()}  # fmt: skip
         write_record(args.record, data=data, summary=summary, environment=machine, note=NOTES.get(args.study, ""))
+        pack(folder, args.record)
     print(summary)
 
 

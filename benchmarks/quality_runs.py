@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gossamer
 from gossamer.jobs.clock import described_cluster, simulated
@@ -109,10 +108,7 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     progress = Progress()
     try:
         clip = rule or gossamer.Gossip.clip_grad_norm_
-        with (
-            patch.object(gossamer.Gossip, "clip_grad_norm_", clip),
-            sdpa_kernel(SDPBackend.MATH),  # vmap knows its operations and would loop over the fused ones
-        ):
+        with patch.object(gossamer.Gossip, "clip_grad_norm_", clip):
             train(
                 task,
                 strategy,

@@ -7,7 +7,7 @@
 `batch`: a language model with the same batch of all workers together, divided among 4, 8, 16 and 32 workers on nodes
 of 4, at one learning rate. `weak`: images with the same batch per worker and the same number of gradients in all, on 4
 to 64 workers, as in the tables of A2CiD2 (Nabli et al., NeurIPS 2023); times are simulated for A40 nodes of 4. Runs are
-files in --runs; a study that was stopped goes on where it was.
+files in --runs; a study that was stopped goes on where it was, on another machine from `runs.jsonl` of its record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from gossamer.report.record import environment, write_record
 from quality import FASHION, INSIDE
 from quality_paired import _slug
-from quality_runs import run_once
+from quality_runs import pack, run_once, unpack
 
 GLOBAL_WINDOWS = 128  # of the batch of all workers together
 GRADIENTS = 9600  # of all workers together, in the weak scaling
@@ -106,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.simplefilter("ignore")  # vmap's remarks about attention
     machine = environment()
     folder = args.runs or Path("runs") / f"quality-{args.study}"
+    unpack(args.record, folder)
     found: dict[str, dict[int, list[dict[str, Any]]]] = {}
     for name, n, values in STUDIES[args.study](args):
         file = folder / _slug(name) / f"n-{n}-seed-{args.seed}.json"
@@ -123,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     run["config"]["options"].pop("data", None)
                     run["curve"] = " ".join(f"{at}:{loss:.4g}" for at, loss in run["curve"][::3])
         write_record(args.record, data={"results": data}, summary=summary, environment=machine)
+        pack(folder, args.record)
     print(summary)
 
 

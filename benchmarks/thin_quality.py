@@ -6,12 +6,12 @@
         --record benchmarks/records/thin-quality-translate
 
 16 virtual workers, each on a node of its own, so that every byte crosses a link between nodes. (AER then sends in every
-second round.) Rates are searched on seed 0 by factors of two until the best one has a worse neighbor on both sides; all
-seeds, seed 0 among them, then use it: every setting had the same search. A setting is on the Pareto front if no other
-one has both fewer bytes and less loss. Bytes are those that a worker sends, exact averages and those that measure the
-signal for GossipAdam included, over the tokens that all workers see. Runs are files in --runs; a study that was stopped
-goes on where it was, on another machine from `runs.jsonl` of its record. --finished runs nothing and tables what is
-there.
+second round, and the one-peer exponential graph, `exp`, in every round.) Rates are searched on seed 0 by factors of two
+until the best one has a worse neighbor on both sides; all seeds, seed 0 among them, then use it: every setting had the
+same search. A setting is on the Pareto front if no other one has both fewer bytes and less loss. Bytes are those that a
+worker sends, exact averages and those that measure the signal for GossipAdam included, over the tokens that all workers
+see. Runs are files in --runs; a study that was stopped goes on where it was, on another machine from `runs.jsonl` of
+its record. --finished runs nothing and tables what is there.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from quality_runs import pack, run_once, unpack
 WORKERS = 16
 STEPS = 400
 SEEDS = (0, 10, 11)
-RATES = (8e-3, 16e-3)  # tried first
+RATES = (4e-3, 8e-3)  # tried first
 MOST_RATES = 6
 REFRESH = 64  # steps between exact averages, for wires that are relative to them
 
 Settings = dict[str, dict[str, Any]]
 
 
-def gossip(wire: str = "fp32", refresh: int = 0, **values: Any) -> dict[str, Any]:
+def gossip(wire: str = "fp32", refresh: int = 0, topology: str = "aer", **values: Any) -> dict[str, Any]:
     fresh = {"average_every": refresh} if refresh else {}
-    return {"method": f"gossipadam:aer:{wire}", **fresh, **values}
+    return {"method": f"gossipadam:{topology}:{wire}", **fresh, **values}
 
 
 def local(h: int, **values: Any) -> dict[str, Any]:
@@ -53,18 +53,23 @@ def diloco(h: int, **values: Any) -> dict[str, Any]:
     return {"method": "diloco", "every": h, **values}
 
 
-SETTINGS: Settings = {
+SETTINGS: Settings = {  # what matters most first: a study may be stopped
     "all-reduce": {"method": "ddp"},
     "gossip fp32": gossip(),
-    "gossip bf16": gossip("bf16"),
-    "gossip int8": gossip("int8", REFRESH),
-    "gossip int4": gossip("int4", REFRESH),
-    **{f"gossip fp32, {f} fragments": gossip(fragments=f) for f in (2, 4, 8)},
-    **{f"gossip int8, {f} fragments": gossip("int8", 2 * REFRESH, fragments=f) for f in (4, 8)},
-    **{f"gossip int4, {f} fragments": gossip("int4", REFRESH, fragments=f) for f in (4, 8)},
-    **{f"DiLoCo, H = {h}": diloco(h) for h in (8, 32)},
+    "gossip int4, 4 fragments": gossip("int4", REFRESH, fragments=4),
+    "gossip exp int4, 4 fragments": gossip("int4", 2 * REFRESH, topology="exp", fragments=4),
+    "gossip exp int4, 4 fragments, atc": gossip("int4", 2 * REFRESH, topology="exp", fragments=4, combine="atc"),
     **{f"DiLoCo, momentum 0.5, H = {h}": diloco(h, outer_momentum=0.5) for h in (8, 32)},
+    "gossip int4": gossip("int4", REFRESH),
+    "gossip int8": gossip("int8", REFRESH),
+    "gossip bf16": gossip("bf16"),
     **{f"gossip fp32, Nesterov, H = {h}": local(h, outer="nesterov") for h in (4, 16)},
+    **{f"DiLoCo, H = {h}": diloco(h) for h in (8, 32)},
+    "gossip int8, 4 fragments": gossip("int8", 2 * REFRESH, fragments=4),
+    **{f"gossip fp32, {f} fragments": gossip(fragments=f) for f in (2, 4, 8)},
+    "gossip int4, 8 fragments": gossip("int4", REFRESH, fragments=8),
+    "gossip int8, 8 fragments": gossip("int8", 2 * REFRESH, fragments=8),
+    "gossip exp int4": gossip("int4", REFRESH, topology="exp"),
     "gossip fp32, local steps, H = 16": local(16),
     "LocalSGD, H = 8": {"method": "localsgd", "every": 8},
     "gossip fp32, heavy ball, H = 16": local(16, outer="heavy-ball"),
@@ -82,6 +87,7 @@ SETTINGS: Settings = {
     },
 }
 BASE = "gossip fp32"
+COLORS = {"gossip": "tab:blue", "DiLoCo": "tab:orange", "LocalSGD": "tab:orange"}  # all-reduce: black
 
 
 def perform(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
@@ -163,7 +169,9 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     lines = [
         f"{WORKERS} virtual workers on nodes of their own, {study(args)[0]['steps']} steps, task {args.study}; every "
         "setting at its best rate of seed 0 (* the last rate that was tried). Exact averages are counted; "
-        f"int8 and int4 have one every {REFRESH} steps, int8 with fragments every {2 * REFRESH}.",
+        f"int8 and int4 have one every {REFRESH} steps, int8 and exp with fragments every {2 * REFRESH}. Gossip is on "
+        "`aer` unless the setting says `exp`, the one-peer exponential graph; `atc` mixes after the step and waits for "
+        "the exchange, all other gossip in every step overlaps it with the step.",
         "",
         "![Loss against bytes per token](front.svg)",
         "",
@@ -216,10 +224,13 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     front = [row for row in rows if row["front"]]
     axis.plot([r["bytes_per_token"] for r in front], [r["loss"] for r in front], color="0.6", lw=1, zorder=1)
     for row in rows:
-        axis.errorbar(row["bytes_per_token"], row["loss"], yerr=row["std"], fmt="o" if row["front"] else "x", capsize=2)
-        axis.annotate(row["setting"], (row["bytes_per_token"], row["loss"]), fontsize=6, xytext=(4, 3),
-                      textcoords="offset points")  # fmt: skip
+        at = row["bytes_per_token"], row["loss"]
+        color = next((shade for start, shade in COLORS.items() if row["setting"].startswith(start)), "black")
+        axis.errorbar(*at, yerr=row["std"], fmt="o" if row["front"] else "x", capsize=2, color=color)
+        place = {"xytext": (-5, -8), "ha": "right"} if row["front"] else {"xytext": (5, 3)}
+        axis.annotate(row["setting"], at, fontsize=6, textcoords="offset points", **place)
     axis.set_xscale("log")
+    axis.set_xlim(min(r["bytes_per_token"] for r in rows) / 3)  # room for names
     axis.set_xlabel("bytes that a worker sends per token")
     axis.set_ylabel("loss of the averaged model")
     figure.tight_layout()

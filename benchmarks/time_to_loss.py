@@ -5,12 +5,14 @@
 Real gradients and data, links and compute time of an emulated cluster. All methods train at the best learning rate of
 the first one, which is all-reduce's, or each at its own with --search-each, from a short search without sleeps and
 links (which do not change what synchronous methods learn, only when). The target is the first method's final loss, seed
-by seed. `NAME inside` averages gradients exactly inside nodes, `NAME f=4` exchanges one of 4 fragments of the model per
-step, `NAME avg=64` makes an exact average every 64 steps. localsgd and diloco are torchft's, with an all-reduce every 8
-steps. Thin links, 10 Mbit/s:
+by seed, as the mean of the workers' own losses. `NAME inside` averages gradients exactly inside nodes, `NAME f=4`
+exchanges one of 4 fragments of the model per step, `NAME avg=64` makes an exact average every 64 steps, and
+`NAME x=1.25` trains for 1.25 times as many steps, for a method that needs more of them to the target. localsgd and
+diloco are torchft's, with an all-reduce every 8 steps. Thin links, 10 Mbit/s:
 
-    python benchmarks/time_to_loss.py --search-each --steps 200 --seeds 0 1 \\
-        --methods "ddp,diloco,gossipadam:aer,gossipadam:aer:int8 f=4 avg=64" --out benchmarks/records/time-to-loss-thin
+    python benchmarks/time_to_loss.py --search-each --steps 200 --seeds 0 1 --methods \\
+        "ddp,diloco x=1.5,gossipadam:aer inside x=1.5,gossipadam:exp:int8 inside f=2 avg=64 x=1.5" \\
+        --out benchmarks/records/time-to-loss-thin
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class Contestant:
     gradients: Literal["worker", "node"]
     bucket_mb: float | None
     options: dict[str, Any]
+    longer: float = 1.0  # its steps over those of the first method
 
     @classmethod
     def of(cls, text: str, ddp_bucket_mb: float, bucket_mb: float | None) -> Contestant:
@@ -49,14 +52,15 @@ class Contestant:
         (parsed,) = parse_list(method)
         size = ddp_bucket_mb if parsed.algorithm == "ddp" else bucket_mb
         named = dict(word.split("=") for word in words if "=" in word)
+        longer = float(named.pop("x", 1.0))
         if unknown := sorted({*named} - {*WORDS} | {w for w in words if "=" not in w} - {"inside"}):
-            raise SystemExit(f"{text.strip()!r}: unknown {', '.join(unknown)}; known are inside, {', '.join(WORDS)}")
+            raise SystemExit(f"{text.strip()!r}: unknown {', '.join(unknown)}; known are inside, {', '.join(WORDS)}, x")
         options: dict[str, Any] = {WORDS[word]: int(value) for word, value in named.items()}
         if parsed.algorithm == "local":
             options = {"every": parsed.local_steps(1)}
         if parsed.name == "diloco":
             options |= {"lr": DILOCO_LR, "momentum": DILOCO_MOMENTUM}
-        return cls(text.strip(), parsed, "node" if "inside" in words else "worker", size, options)
+        return cls(text.strip(), parsed, "node" if "inside" in words else "worker", size, options, longer)
 
 
 def best_rate(one: Contestant, setup: Setup, args: argparse.Namespace) -> tuple[float, list[dict[str, Any]]]:
@@ -83,7 +87,7 @@ def best_rate(one: Contestant, setup: Setup, args: argparse.Namespace) -> tuple[
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="ddp,gossipadam:aer,gossipadam:exp:bf16 inside")
+    parser.add_argument("--methods", default="ddp,gossipadam:aer inside x=1.25,gossipadam:exp:bf16 inside x=1.25")
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--per-node", type=int, default=2)
     parser.add_argument("--link", default="10mbit")
@@ -113,8 +117,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     results: list[dict[str, Any]] = []
     with setup.cluster() as cluster, cluster.pool(timeout=7200) as pool:
         for seed in args.seeds:
-            columns = tuple(tuple(map(float, column)) for column in setup.table(args.steps, seed).T)
             for one in contestants:
+                table_of = setup.table(round(one.longer * args.steps), seed)
+                columns = tuple(tuple(map(float, column)) for column in table_of.T)
                 lesson = LearningRun(
                     one.method,
                     rates.get(one.name, rates[contestants[0].name]),
@@ -134,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                         "method": one.name,
                         "seed": seed,
                         "lr": lesson.lr,
+                        "steps": len(table_of),
                         "final_loss": told[0]["final"],
                         "seconds": points[-1][0],
                         "cpu_use": cpu.use,
@@ -157,13 +163,13 @@ def table(results: list[dict[str, Any]], contestants: list[Contestant], steps: i
     for r in results:
         r["seconds_to_target"] = time_to(r["curve"], target[r["seed"]])
     lines = [
-        f"{steps} steps. The target of a seed is the final smoothed training loss of {base}: "
+        f"{steps} steps of {base}. The target of a seed is the final smoothed training loss of {base}: "
         + ", ".join(f"{loss:.4f} (seed {seed})" for seed, loss in target.items())
         + ". A method that does not reach it within its steps has no time.",
         "",
-        f"| method | ms per step | final loss of the mean model | seconds to the target | times {base}'s speed, to the "
-        "target | steps | CPU |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| method | lr | steps | ms per step | final loss of the mean model | seconds to the target | times {base}'s "
+        "speed: to the target | per step | CPU |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     whole = {r["seed"]: r for r in results if r["method"] == base}
     for one in contestants:
@@ -172,13 +178,14 @@ def table(results: list[dict[str, Any]], contestants: list[Contestant], steps: i
         ratio = [whole[r["seed"]]["seconds_to_target"] / r["seconds_to_target"] for r in reached]
         took = f"{statistics.mean(r['seconds_to_target'] for r in reached):.1f}" if reached else "-"
         took += "" if len(reached) == len(mine) else f" ({len(reached)} of {len(mine)} seeds)"
-        speed = statistics.mean(whole[r["seed"]]["seconds"] / r["seconds"] for r in mine)
+        step = statistics.mean(r["seconds"] / r["steps"] for r in mine)
+        speed = statistics.mean(whole[r["seed"]]["seconds"] / steps / (r["seconds"] / r["steps"]) for r in mine)
         invalid = sum(not r["valid"] for r in mine)
+        told = f", {invalid} INVALID" if invalid else ""
         lines.append(
-            f"| {one.name} | {mine[0]['lr']:g} | {1000 * statistics.mean(r['seconds'] for r in mine) / steps:.0f} | "
+            f"| {one.name} | {mine[0]['lr']:g} | {mine[0]['steps']} | {1000 * step:.0f} | "
             f"{figure_of([r['final_loss'] for r in mine], 4)} | {took} | {figure_of(ratio, 2) if ratio else '-'} | "
-            f"{speed:.2f} times as fast | {100 * max(r['cpu_use'] or 0 for r in mine):.0f} %"
-            f"{f', {invalid} INVALID' if invalid else ''} |"
+            f"{speed:.2f} | {100 * max(r['cpu_use'] or 0 for r in mine):.0f} %{told} |"
         )
     return "\n".join([*lines, "", "![](loss.svg)"])
 
