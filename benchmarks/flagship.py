@@ -39,13 +39,13 @@ class Study(NamedTuple):
 
 STUDIES = {
     "translate": Study(
-        {"steps": 6000, "warmup": 600, "lr": 8e-3, "batch": 128, "model": "tiny", "vocabulary": 4000, "dropout": 0.1}
+        {"steps": 3000, "warmup": 300, "lr": 8e-3, "batch": 128, "model": "tiny", "vocabulary": 4000, "dropout": 0.1}
         | {"label_smoothing": 0.1, "test": "test_2016_flickr", "same_shape": True},
         "bleu",
         25.0,
     ),
-    "lm": Study({"steps": 6000, "warmup": 600, "lr": 8e-3, "batch": 8, "context": 64, "model": "nano"}, "loss", None),
-    "vision": Study({"steps": 4000, "warmup": 400, "lr": 1.6e-2, "width": 16, "norm": "group"}, "accuracy", 0.90),
+    "lm": Study({"steps": 3000, "warmup": 300, "lr": 8e-3, "batch": 8, "context": 64, "model": "nano"}, "loss", None),
+    "vision": Study({"steps": 1500, "warmup": 150, "lr": 1.6e-2, "width": 16, "norm": "group"}, "accuracy", 0.90),
 }
 EVALUATIONS = 20
 

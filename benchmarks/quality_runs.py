@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +27,7 @@ from gossamer.recipes.run import make_strategy
 from gossamer.recipes.task import make_task
 
 POINTS = 60  # of a training curve
+MOST_RATES = 6  # that a search tries
 
 
 def _at(factor: Callable[[int], float]) -> Callable[[gossamer.Gossip, float], Tensor]:
@@ -140,6 +141,22 @@ def run_once(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     half.write_text(json.dumps(outcome))
     half.rename(file)
     return outcome
+
+
+def search_rates(run: Callable[[float], dict[str, Any] | None], rates: Sequence[float]) -> dict[float, dict[str, Any]]:
+    """Runs by rate: those that are given, and further factors of two while the best one is at the edge."""
+    tried: dict[float, dict[str, Any]] = {}
+    wanted = list(rates)
+    while wanted:
+        for rate in wanted:
+            made = run(rate)
+            if made is None:  # --finished
+                return tried
+            tried[rate] = made
+        best = min(tried, key=lambda rate: tried[rate].get("final", {"loss": math.inf})["loss"])
+        beyond = {min(tried): best / 2, max(tried): best * 2}
+        wanted = [beyond[best]] if best in beyond and len(tried) < MOST_RATES else []
+    return tried
 
 
 def unpack(record: Path | None, folder: Path) -> None:

@@ -17,23 +17,21 @@ its record. --finished runs nothing and tables what is there.
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gossamer.report.record import environment, write_record
 from quality_paired import study
-from quality_runs import pack, run_once, unpack
+from quality_runs import pack, run_once, search_rates, unpack
 
 WORKERS = 16
 STEPS = 400
 SEEDS = (0, 10, 11)
 RATES = (4e-3, 8e-3)  # tried first
-MOST_RATES = 6
 REFRESH = 64  # steps between exact averages, for wires that are relative to them
 
 Settings = dict[str, dict[str, Any]]
@@ -107,7 +105,7 @@ def perform(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]
             print(name, f"lr {rate:g} seed {seed}", made.get("final") or made["diverged"], flush=True)
             return made
 
-        tried = search(lambda rate, run=run: run(rate, 0), args.rates)
+        tried = search_rates(lambda rate, run=run: run(rate, 0), args.rates)
         trials = {f"{rate:g}": made["final"]["loss"] if "final" in made else None for rate, made in tried.items()}
         good = [rate for rate, made in tried.items() if "final" in made]
         if not good:
@@ -120,22 +118,6 @@ def perform(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]
         if ended:
             found[name] = {"lr": best, "trials": trials, "runs": ended, "diverged": len(runs) - len(ended)}
     return found
-
-
-def search(run: Callable[[float], dict[str, Any] | None], rates: Sequence[float]) -> dict[float, dict[str, Any]]:
-    """Runs by rate: those that are given, and further factors of two while the best one is at the edge."""
-    tried: dict[float, dict[str, Any]] = {}
-    wanted = list(rates)
-    while wanted:
-        for rate in wanted:
-            made = run(rate)
-            if made is None:  # --finished
-                return tried
-            tried[rate] = made
-        best = min(tried, key=lambda rate: tried[rate].get("final", {"loss": math.inf})["loss"])
-        beyond = {min(tried): best / 2, max(tried): best * 2}
-        wanted = [beyond[best]] if best in beyond and len(tried) < MOST_RATES else []
-    return tried
 
 
 def points(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -11,37 +12,46 @@ from gossamer.recipes.graceful_stop import StopAlone, StopTogether, clear, reque
 WORKERS, STEPS = 4, 200
 
 
-def play(folder, *, lockstep, seed, meet_every):
-    """Threads that step like gossiping workers (at most `lead` apart) or in lockstep; where each stopped."""
+def play(folder, kind, *, seed, meet_every):
+    """Threads that step like workers of one kind, and may be as far apart as these; where each stopped."""
     folder.mkdir(exist_ok=True)
-    done = [0] * WORKERS
+    begun, done = [0] * WORKERS, [0] * WORKERS
     changed = threading.Condition()
     meeting = threading.Barrier(WORKERS)
     ended = [None] * WORKERS
-    lead = 0 if lockstep else 3
+
+    def can_end(rank, step):
+        """Whether a worker can end the step that follows `step` steps."""
+        if kind == "every 4":  # it needs the exchange of the last round
+            return min(done) >= step - step % 4
+        mate = rank ^ 1  # of the same node
+        if kind == "exact inside" and begun[mate] <= step:
+            return False
+        return min(done) >= step and (kind != "lockstep" or min(begun) > step)
 
     def worker(rank):
         chance = random.Random(seed * 10 + rank)
-        stop = StopTogether(folder, rank, WORKERS, lockstep=lockstep)
+        lockstep = kind == "lockstep"
+        stop = StopTogether(folder, rank, WORKERS, lockstep=lockstep, ahead=4 if kind == "every 4" else 1)
         for step in range(STEPS):
             if stop(step):
                 ended[rank] = step
                 return
+            with changed:
+                begun[rank] += 1
+                changed.notify_all()
+            time.sleep(chance.random() * 0.002)
             if rank == seed % WORKERS and step == 7:
                 request(folder)
-            time.sleep(chance.random() * 0.002)
             with changed:
-                # no worker finishes a step that another has not begun (lockstep) or is far behind of (gossip)
-                begun = done[rank]
-                assert changed.wait_for(lambda at=begun: at - min(done) <= lead, timeout=10)
+                assert changed.wait_for(lambda at=step: can_end(rank, at), timeout=60)
                 done[rank] += 1
                 changed.notify_all()
-                if lockstep:
-                    assert changed.wait_for(lambda at=begun: min(done) > at, timeout=10)
+            time.sleep(chance.random() * 0.002)
             if meet_every and (step + 1) % meet_every == 0:
                 with stop.meeting(step + 1):
                     if not lockstep:
-                        meeting.wait(timeout=10)
+                        meeting.wait(timeout=60)
         stop.done(STEPS)
         ended[rank] = STEPS
 
@@ -49,18 +59,31 @@ def play(folder, *, lockstep, seed, meet_every):
     for t in threads:
         t.start()
     for t in threads:
-        t.join(30)
+        t.join(90)
     return ended
 
 
-@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize("kind", ["gossip", "every 4", "exact inside", "lockstep"])
 @pytest.mark.parametrize("meet_every", [0, 1, 4])
 @pytest.mark.parametrize("seed", range(3))
-def test_all_workers_stop_after_the_same_step(tmp_path, lockstep, meet_every, seed):
-    ended = play(tmp_path / "run", lockstep=lockstep, seed=seed, meet_every=meet_every)
+def test_all_workers_stop_after_the_same_step(tmp_path, kind, meet_every, seed):
+    ended = play(tmp_path / "run", kind, seed=seed, meet_every=meet_every)
     assert None not in ended, "a worker hangs"
     assert len(set(ended)) == 1
     assert 7 <= ended[0] < 40
+
+
+def test_a_worker_that_sees_the_request_takes_the_step_for_which_others_may_wait(tmp_path):
+    """The other worker has looked before the request, and cannot look again before it has this one's next step."""
+    behind, before = (StopTogether(tmp_path, rank, 2, lockstep=False) for rank in range(2))
+    assert not before(3)
+    request(tmp_path)
+    with ThreadPoolExecutor() as pool:
+        assert not pool.submit(behind, 3).result(timeout=60)
+        waiting = pool.submit(behind, 4)
+        assert not pool.submit(before, 4).result(timeout=60)
+        assert not waiting.result(timeout=60)
+        assert all(pool.map(lambda stop: stop(5), (behind, before)))
 
 
 def test_a_cleared_request_is_forgotten(tmp_path):

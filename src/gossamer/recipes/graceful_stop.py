@@ -3,13 +3,16 @@
 A file `request` in the run's folder asks. Workers look for the file before each step:
 - In lockstep (DDP) worker 0 decides: after k steps it writes k + 1 and continues. No worker can finish step k + 1
   without worker 0, so every worker has seen the decision by then.
-- Gossiping workers may be some steps apart. Each posts its step and waits until all have posted; all then continue to
-  the largest step. See Note [Why a stop does not deadlock].
+- Gossiping workers may be some steps apart. Each posts a step that lies ahead, trains to it, and waits there until all
+  have posted; all then continue to the largest step. See Note [Why a stop does not deadlock].
 
 Note [Why a stop does not deadlock]
-A waiting worker has already sent all that the others need to reach their next look at the file. A worker that is about
-to make a collective call posts its step first, for workers that wait outside of the call. A worker that fails says so,
-and the others do not wait for its step.
+All workers must reach a look at the file after the request: then all have posted. A worker whose last look was before
+the request may be in a step that waits for others: for an exchange of their next round, or for their gradients, which
+are averaged inside a node. So nobody waits where it sees the request. Whoever takes the steps up to its next round,
+`ahead` of them, has sent all that the others need to end the step that they are in. A worker that is about to make a
+collective call posts first, for workers that wait outside of the call. A worker that fails says so, and the others do
+not wait for it.
 """
 
 from __future__ import annotations
@@ -62,11 +65,18 @@ class Stop(Protocol):
 
 
 class StopTogether:
-    """One worker among others: all stop after the same step."""
+    """One worker among others: all stop after the same step.
 
-    def __init__(self, run: Path, rank: int, workers: int, *, lockstep: bool):
+    Args:
+        lockstep: No worker can finish a step that another worker has not started.
+        ahead: Steps within which a gossiping worker surely takes part in its next round.
+    """
+
+    def __init__(self, run: Path, rank: int, workers: int, *, lockstep: bool, ahead: int = 1):
         self._folder, self._rank, self._workers, self._lockstep = folder_of(run), rank, workers, lockstep
         self._request, self._decision = self._folder / "request", self._folder / "decision"
+        self._ahead = ahead
+        self._posted: int | None = None  # since the request
         self._at: int | None = None
 
     def __call__(self, step: int) -> bool:
@@ -74,16 +84,23 @@ class StopTogether:
             if self._lockstep:
                 self._follow(step)
             else:
-                self._post(step)
-                self._at = self._latest()
+                self._agree(step)
         return self._at is not None and step >= self._at
+
+    def _agree(self, step: int) -> None:
+        if self._posted is None:
+            self._posted = step + self._ahead
+            self._post(self._posted)
+        if step >= self._posted:
+            self._at = self._latest()
 
     @contextmanager
     def meeting(self, step: int) -> Iterator[None]:
         if self._lockstep:
             yield
             return
-        self._post(step)
+        if self._posted is None:
+            self._post(step + self._ahead)  # what it posts after the call if there is a request by then
         yield
         if not self._request.exists():
             self._vote(self._rank).unlink(missing_ok=True)

@@ -62,6 +62,9 @@ class Strategy(ABC):
     lockstep = False
     """No worker can finish a step that another worker has not started."""
 
+    steps_to_round = 1
+    """Steps within which a worker takes part in its next round."""
+
     def __init__(
         self,
         replicas: Sequence[Replica],
@@ -172,7 +175,8 @@ class Strategy(ABC):
 
     def make_stop(self, folder: Path) -> Stop:
         """Return how the workers of the run in `folder` agree to stop."""
-        return StopTogether(folder, self.places[0], self.total, lockstep=self.lockstep)
+        ahead = self.steps_to_round
+        return StopTogether(folder, self.places[0], self.total, lockstep=self.lockstep, ahead=ahead)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -241,9 +245,8 @@ class DdpStrategy(Strategy):
 class PeerStrategy(Strategy):
     """This process is one of n workers that another package averages every few steps: LocalSGD or DiLoCo of torchft."""
 
-    lockstep = True
-
     def __init__(self, task: Task, method: Method, config: RunConfig, rank: int, wrap: Wrap):
+        self.steps_to_round = config.every
         replica = make_replica(task, method, config, [rank])
         self._peer: Peer = wrap(replica.model, replica.optimizer)
         super().__init__([replica], [rank], config.workers, None)
@@ -279,6 +282,7 @@ class GossipStrategy(Strategy):
         if config.exact_inside:
             self._sharing = config.per_node[gossamer.Layout.of(config.per_node).node[rank]]
         self._inside = reduced_bytes(replica.model, self._sharing)
+        self.steps_to_round = config.every * (1 + config.staleness)
         settings = gossip_settings(method, config)
         inside: Literal["node", "worker"] = "node" if config.exact_inside else "worker"
         self.gossip = gossamer.decentralize(replica.model, replica.optimizer, gradients=inside, trace=trace, **settings)
