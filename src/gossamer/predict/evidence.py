@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gossamer.predict.gaps import EXTRAS, GAPS, RECORDS, ROUNDS, Extra, worth
@@ -109,9 +109,14 @@ def quality_factor(
     unseen = [UNSEEN[name] for name, extra in found.items() if extra is None]
     recorded = bool(settings) and not unseen  # then the records' numbers replace the rule about rarer exchanges
     extras = _named(wire, algorithm)
-    extras += [e for name, e in found.items() if e is not None and (recorded or name == "outer")]
-    steps = max(1.0, (1.0 if recorded else apart) * rounds if rounds else 1e4)
     base = NODES_AER * ((replicas - 1) / 3) ** REPLICA_POWER
+    rare = min(
+        1.0, base / _mean(_excess(KNOWN_REPLICAS, "aer"))
+    )  # records of rarer exchanges are of that many replicas
+    if recorded:
+        extras += [replace(e, excess=e.excess * rare) for name, e in found.items() if e is not None and name != "outer"]
+    extras += [e for name, e in found.items() if e is not None and name == "outer"]
+    steps = max(1.0, (1.0 if recorded else apart) * rounds if rounds else 1e4)
     rarer = min(NODES_AER, base) * _mixing(steps)
     share = ATC if algorithm == "atc" else 1.0
     mixed = share * (base + min(0.0, rarer)) + max(0.0, rarer)
