@@ -3,16 +3,12 @@
     python benchmarks/time_to_loss.py --out benchmarks/records/time-to-loss
 
 Real gradients and data, links and compute time of an emulated cluster. All methods train at the best learning rate of
-the first one, which is all-reduce's, or each at its own with --search-each, from a short search without sleeps and
-links (which do not change what synchronous methods learn, only when). The target is the first method's final loss, seed
-by seed, as the mean of the workers' own losses. `NAME inside` averages gradients exactly inside nodes, `NAME f=4`
-exchanges one of 4 fragments of the model per step, `NAME avg=64` makes an exact average every 64 steps, and
-`NAME x=1.25` trains for 1.25 times as many steps, for a method that needs more of them to the target. localsgd and
-diloco are torchft's, with an all-reduce every 8 steps. Thin links, 10 Mbit/s:
-
-    python benchmarks/time_to_loss.py --search-each --steps 200 --seeds 0 1 --methods \\
-        "ddp,diloco x=1.5,gossipadam:aer inside x=1.5,gossipadam:exp:int8 inside f=2 avg=64 x=1.5" \\
-        --out benchmarks/records/time-to-loss-thin
+the first one, which is all-reduce's, but for `NAME own`, which trains at its own. Rates come from a short search
+without sleeps and links (which do not change what synchronous methods learn, only when). The target is the first
+method's final loss, seed by seed, as the mean of the workers' own losses. `NAME inside` averages gradients exactly
+inside nodes, `NAME f=4` exchanges one of 4 fragments of the model per step, `NAME avg=64` makes an exact average every
+64 steps, and `NAME x=1.25` trains for 1.25 times as many steps, for a method that needs more of them to the target.
+localsgd and diloco are torchft's, with an all-reduce every 8 steps; `diloco m=0.5` has that outer momentum.
 """
 
 from __future__ import annotations
@@ -32,6 +28,10 @@ from gossamer.report.plots import draw_loss
 from gossamer.report.record import environment, write_record
 from quality_tables import figure_of
 
+METHODS = (
+    "ddp,diloco own m=0.5 x=1.5,gossipadam:aer inside x=1.25,gossipadam:exp:bf16 inside x=1.25,"
+    "gossipadam:exp:int8 inside f=2 avg=64 x=1.5"
+)
 WORDS = {"f": "fragments", "avg": "average_every"}
 
 
@@ -45,6 +45,7 @@ class Contestant:
     bucket_mb: float | None
     options: dict[str, Any]
     longer: float = 1.0  # its steps over those of the first method
+    own: bool = False  # it trains at its own best rate
 
     @classmethod
     def of(cls, text: str, ddp_bucket_mb: float, bucket_mb: float | None) -> Contestant:
@@ -52,15 +53,18 @@ class Contestant:
         (parsed,) = parse_list(method)
         size = ddp_bucket_mb if parsed.algorithm == "ddp" else bucket_mb
         named = dict(word.split("=") for word in words if "=" in word)
-        longer = float(named.pop("x", 1.0))
-        if unknown := sorted({*named} - {*WORDS} | {w for w in words if "=" not in w} - {"inside"}):
-            raise SystemExit(f"{text.strip()!r}: unknown {', '.join(unknown)}; known are inside, {', '.join(WORDS)}, x")
+        longer, momentum = float(named.pop("x", 1.0)), float(named.pop("m", DILOCO_MOMENTUM))
+        if unknown := sorted({*named} - {*WORDS} | {w for w in words if "=" not in w} - {"inside", "own"}):
+            known = ", ".join(("inside", "own", *WORDS, "x", "m"))
+            raise SystemExit(f"{text.strip()!r}: unknown {', '.join(unknown)}; known are {known}")
         options: dict[str, Any] = {WORDS[word]: int(value) for word, value in named.items()}
         if parsed.algorithm == "local":
             options = {"every": parsed.local_steps(1)}
         if parsed.name == "diloco":
-            options |= {"lr": DILOCO_LR, "momentum": DILOCO_MOMENTUM}
-        return cls(text.strip(), parsed, "node" if "inside" in words else "worker", size, options, longer)
+            options |= {"lr": DILOCO_LR, "momentum": momentum}
+        return cls(
+            text.strip(), parsed, "node" if "inside" in words else "worker", size, options, longer, "own" in words
+        )
 
 
 def best_rate(one: Contestant, setup: Setup, args: argparse.Namespace) -> tuple[float, list[dict[str, Any]]]:
@@ -87,7 +91,7 @@ def best_rate(one: Contestant, setup: Setup, args: argparse.Namespace) -> tuple[
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="ddp,gossipadam:aer inside x=1.25,gossipadam:exp:bf16 inside x=1.25")
+    parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--per-node", type=int, default=2)
     parser.add_argument("--link", default="10mbit")
@@ -96,7 +100,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--search-steps", type=int, default=300)
     parser.add_argument("--lr", type=float, nargs="+", default=[0.001, 0.002, 0.004, 0.008, 0.016])
-    parser.add_argument("--search-each", action="store_true", help="every method at its own best rate")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--ddp-bucket-mb", type=float, default=0.2, help="a layer of the task has 0.25 MiB")
@@ -111,9 +114,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     contestants = [Contestant.of(text, args.ddp_bucket_mb, args.bucket_mb) for text in args.methods.split(",")]
     rates: dict[str, float] = {}
     search: list[dict[str, Any]] = []
-    for one in contestants if args.search_each else contestants[:1]:
-        rates[one.name], tried = best_rate(one, setup, args)
-        search += tried
+    for one in contestants:
+        if one is contestants[0] or one.own:
+            rates[one.name], tried = best_rate(one, setup, args)
+            search += tried
     results: list[dict[str, Any]] = []
     with setup.cluster() as cluster, cluster.pool(timeout=7200) as pool:
         for seed in args.seeds:
