@@ -27,7 +27,7 @@ def shown(page: Path, profile: Path) -> str:
         "--dump-dom",
         page.as_uri(),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
 
 
 needs_playwright = pytest.mark.skipif(

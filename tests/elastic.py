@@ -18,7 +18,7 @@ from gossamer.comm.tcp import HostedDirectory
 from gossamer.engine.elastic.gossip import ElasticGossip
 from policies import policies
 
-LIMIT = 60.0  # seconds until a test's worker counts as hung
+LIMIT = 300.0  # seconds until a test's worker counts as hung
 
 
 def until(condition: Callable[[], bool], complaint: str = "") -> None:

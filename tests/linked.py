@@ -56,7 +56,7 @@ def a_pair():
     return zero, one, frames
 
 
-def until(condition, seconds=20.0):
+def until(condition, seconds=120.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

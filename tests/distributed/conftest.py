@@ -13,7 +13,7 @@ class Pools:
     def __call__(self, *per_node: int) -> WorkerPool:
         """The pool of that layout: `pools(4)` has four workers on one node, `pools(2, 2)` two nodes of two."""
         if per_node not in self._made:
-            self._made[per_node] = WorkerPool(per_node=list(per_node), timeout=60, grace=5.0, env=QUICK_NAMES)
+            self._made[per_node] = WorkerPool(per_node=list(per_node), timeout=300, grace=5.0, env=QUICK_NAMES)
         return self._made[per_node]
 
     def close(self):

@@ -47,7 +47,7 @@ class DenseCluster:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
             if errors:
                 raise errors[0]
             assert not thread.is_alive(), "the dense reference stands still"
@@ -101,7 +101,7 @@ class DenseLane:
         while not self.arrived():
             cluster.want[self.index] = max(cluster.want.get(self.index, 0), self.k)
             cluster.changed.notify_all()
-            assert cluster.changed.wait(30), "the dense reference stands still"
+            assert cluster.changed.wait(300), "the dense reference stands still"
         if self.in_flight:
             mixed = []
             for b in range(len(self.kinds)):
@@ -154,7 +154,7 @@ class DenseHandle:
         self.every, self.average_every, self.epoch = every, average_every, 0
         with cluster.changed:
             while rank != 0 and cluster.first is None:
-                cluster.changed.wait(30)
+                cluster.changed.wait(300)
             with torch.no_grad():
                 for mine, theirs in zip(_all(model), _all(cluster.first or model), strict=True):
                     mine.copy_(theirs)
@@ -182,7 +182,7 @@ class DenseHandle:
                         lane.mix_only()
                         moved = True
                 if not moved:
-                    assert cluster.changed.wait(30), "the dense reference stands still"
+                    assert cluster.changed.wait(300), "the dense reference stands still"
             return here
 
     def meet(self) -> None:

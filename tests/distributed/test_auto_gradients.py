@@ -266,7 +266,7 @@ def uneven(rank, decentralize):
 
 def test_uneven_data_inside_a_node_is_an_error():
     with (
-        WorkerPool(per_node=[2, 2], timeout=60, grace=1.0, env=QUICK_NAMES) as pool,
+        WorkerPool(per_node=[2, 2], timeout=300, grace=1.0, env=QUICK_NAMES) as pool,
         pytest.raises(WorkerFailed) as failed,
     ):
         pool.run(real, uneven)

@@ -13,7 +13,7 @@ from gossamer.predict.cluster import from_dict, load
 from gossamer.predict.pick import pick_topology
 from gossamer.topology import entries
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(900)
 
 
 def trained(rank, topologies, steps=2):
@@ -23,7 +23,7 @@ def trained(rank, topologies, steps=2):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     said = io.StringIO()
     with redirect_stderr(said):
-        gossip = gossamer.decentralize(model, optimizer, topology=topologies[rank], gradients="worker", timeout=60)
+        gossip = gossamer.decentralize(model, optimizer, topology=topologies[rank], gradients="worker", timeout=300)
     for _ in range(steps):
         model(torch.randn(2, 8)).sum().backward()
         optimizer.step()

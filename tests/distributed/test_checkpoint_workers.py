@@ -135,7 +135,7 @@ def test_a_signal_saves_and_ends_the_job(tmp_path, number):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     job.send_signal(number)
-    printed, said = job.communicate(timeout=250)
+    printed, said = job.communicate(timeout=300)
     assert job.returncode == 130, said
     assert "stopping after this step with a checkpoint; press Ctrl-C again to quit immediately without saving" in said
     assert f"resume with: gossamer train --resume {out}" in said

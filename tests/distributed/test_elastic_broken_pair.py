@@ -25,17 +25,17 @@ def test_members_that_cannot_reach_each_other_do_not_block_a_meeting(monkeypatch
         return False if apart else connect(self, peer)
 
     def ends(gossip):
-        turns.wait(60)  # the links that can be there are there
+        turns.wait(300)  # the links that can be there are there
         found, numbers = [], []
         for _ in range(2):
             found.append(met(gossip))
             numbers.append(gossip.met.number)
         members = gossip.stats()["members"]
-        if turns.wait(60) == 0:
+        if turns.wait(300) == 0:
             mended.set()
         if gossip.members.rank == 2:
             until(lambda: gossip.members.links.peer(1).link is not None)
-        turns.wait(60)
+        turns.wait(300)
         return [*found, met(gossip)], numbers[1] - numbers[0], members
 
     monkeypatch.setattr(LinkTable, "connect", connected)

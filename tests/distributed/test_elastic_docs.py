@@ -19,7 +19,7 @@ def test_the_printed_script_runs(tmp_path):
     assert block is not None
     script = tmp_path / "faults.py"
     script.write_text(block[1])
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=180, check=False)
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
     ended = sorted(tuple(line.split()) for line in run.stdout.splitlines() if line[:1].isdigit())
     assert [(rank, how) for rank, how, _ in ended if how == "returned"] == [(str(r), "returned") for r in range(4)]

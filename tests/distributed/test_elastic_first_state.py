@@ -57,13 +57,13 @@ def test_rank_0_stands_still_before_any_other_worker_has_its_state(monkeypatch):
         if members.rank == 0:
             send_all, members.links.send_all = members.links.send_all, lambda *a, **k: None  # as under SIGSTOP
             still.append(self)
-            assert go.wait(120)
+            assert go.wait(300)
             members.links.send_all = send_all
         return broadcast(self, members, record)
 
     def served(self, connection, ask):
         if self in still:
-            assert go.wait(120)
+            assert go.wait(300)
         serve(self, connection, ask)
 
     monkeypatch.setattr(StateTransfer, "broadcast", stopped)
@@ -88,7 +88,7 @@ def test_a_founder_waits_for_a_parent_that_gives_signs(monkeypatch):
 
     def late(self, members, record):
         if members.rank == 0:
-            assert go.wait(60)
+            assert go.wait(300)
         return broadcast(self, members, record)
 
     def fetched(self, address, ask, *limits):

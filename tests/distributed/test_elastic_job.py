@@ -354,7 +354,7 @@ def test_a_founder_whose_parent_in_the_broadcast_has_left_takes_another_members_
 
     def late(self, address, ask, *limits):
         if self.rank == 1 and ask is Ask.INITIAL_STATE:
-            assert started.wait(20)
+            assert started.wait(300)
             workers[2].until(5)
             workers[0].kill()
         return fetch(self, address, ask, *limits)

@@ -44,7 +44,7 @@ def test_a_worker_that_lost_the_directory_is_not_waited_for_and_comes_to_the_nex
         if gossip.members.rank == 1:
             cut.add(gossip.members.directory)
         first = met(gossip)
-        together.wait(20)
+        together.wait(300)
         cut.clear()
         return first, met(gossip)
 
@@ -70,7 +70,7 @@ def test_a_worker_that_lost_the_directory_in_a_meeting_says_so_and_the_others_me
 
             gossip._run = cut_off
         found = met(gossip), gossip.met.alone
-        together.wait(20)
+        together.wait(300)
         return found
 
     with job(monkeypatch, 3, topology="ring", soft_deadline=0.2, hard_deadline=5.0, timeout=300.0) as made:
@@ -87,14 +87,14 @@ def test_without_the_directory_no_checkpoint_is_written_and_the_last_one_stays(m
         with gossip.averaged():
             assert checkpoints.save(*save) == 3
         checkpoints.wait()
-        together.wait(20)
+        together.wait(300)
         cut.add(gossip.members.directory)
         for step in (3, 4):
             with gossip.averaged():
                 checkpoints.save(*save)
             with pytest.raises(GossamerError, match=r"\(the directory does not answer\); the one of step 3"):
                 checkpoints.wait()
-            together.wait(20)
+            together.wait(300)
             made.train(gossip.members.rank, step, gossip.model, gossip.lanes[0].optimizer)
         return checkpoints.steps()
 
@@ -156,7 +156,7 @@ def test_a_worker_that_waits_in_vain_in_a_meeting_names_the_missing_ones(monkeyp
 
     def end(gossip):
         if gossip.members.rank == 1:
-            done.wait(60)
+            done.wait(300)
             return None
         try:
             with pytest.raises(PeerError, match=r"worker 0 waited . s for worker\(s\) 1 in averaged\(\) and gives up"):
@@ -244,8 +244,8 @@ def test_a_worker_that_leaves_at_once_waits_until_slower_founders_have_their_ini
 
     def late(self, members, record):
         if members.rank == 2:
-            assert leaving.acquire(timeout=60)  # a worker is about to leave
-            assert leaving.acquire(timeout=60)  # a worker is about to leave
+            assert leaving.acquire(timeout=300)  # a worker is about to leave
+            assert leaving.acquire(timeout=300)  # a worker is about to leave
         return broadcast(self, members, record)
 
     monkeypatch.setattr(StateTransfer, "broadcast", late)

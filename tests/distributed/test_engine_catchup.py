@@ -45,7 +45,7 @@ def trials(rank, seeds, lanes, algorithm="awc"):
 @pytest.mark.parametrize(("n", "algorithm"), [(3, "awc"), (4, "awc"), (5, "awc"), (3, "atc")])
 def test_two_lanes_do_not_deadlock(pools, n, algorithm):
     seeds = range(1000 * n, 1000 * n + TRIALS)
-    for trial in zip(*pools(n).run(trials, seeds, 2, algorithm, timeout=100), strict=True):
+    for trial in zip(*pools(n).run(trials, seeds, 2, algorithm, timeout=300), strict=True):
         _, rounds, mean, distance = trial[0]
         for _, their_rounds, their_mean, their_distance in trial:
             assert their_rounds == rounds

@@ -86,7 +86,7 @@ def death_in_a_collective(rank, decentralize, who):
 
 
 def test_a_death_is_noticed_by_workers_that_wait_in_a_collective_call(parents):
-    results = parents.run(in_child, death_in_a_collective, 2, timeout=100)
+    results = parents.run(in_child, death_in_a_collective, 2, timeout=300)
     assert results[2] == ("exit", -signal.SIGKILL)
     for outcome, errors in results[:2]:
         assert outcome == "returned"

@@ -39,7 +39,7 @@ def on_gpu(rank: int, topology: str, wire: str) -> list[float]:
     torch.distributed.init_process_group("nccl")
     model = made(0).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gossamer.decentralize(model, optimizer, topology=topology, wire=wire, timeout=60):
+    with gossamer.decentralize(model, optimizer, topology=topology, wire=wire, timeout=300):
         for step in range(5):
             trained(model, optimizer, rank, step)
     values = torch.cat([p.detach().flatten() for p in model.parameters()]).cpu().tolist()
@@ -72,7 +72,7 @@ def unequal(rank: int) -> int:
     torch.distributed.init_process_group("nccl")
     model = made(0).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gossamer.decentralize(model, optimizer, topology="ring", timeout=60) as gossip:
+    with gossamer.decentralize(model, optimizer, topology="ring", timeout=300) as gossip:
         for step in range(10 - 5 * rank):
             trained(model, optimizer, rank, step)
         steps = gossip.stats()["steps"]
@@ -90,7 +90,7 @@ def with_two_optimizers(rank: int) -> tuple[float, list[float]]:
     torch.distributed.init_process_group("nccl")
     model = made(rank).cuda()
     optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1)]
-    with gossamer.decentralize(model, optimizers, topology="ring", timeout=60) as gossip:
+    with gossamer.decentralize(model, optimizers, topology="ring", timeout=300) as gossip:
         generator = torch.Generator().manual_seed(rank)
         model(torch.randn(8, 16, generator=generator).cuda()).square().mean().backward()
         for optimizer in optimizers:
@@ -138,7 +138,7 @@ def through_the_host(rank: int, settings: dict[str, str]) -> list[float]:
     torch.distributed.init_process_group("gloo")
     model = made(0).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gossamer.decentralize(model, optimizer, **policies(transport="host", timeout=60, **settings)):
+    with gossamer.decentralize(model, optimizer, **policies(transport="host", timeout=300, **settings)):
         for step in range(5):
             trained(model, optimizer, rank, step)
     values = torch.cat([p.detach().flatten() for p in model.parameters()]).cpu().tolist()
@@ -166,7 +166,7 @@ def elastic_through_the_host(rank: int, port: int) -> list[float]:
     model = made(0).to(torch.accelerator.current_accelerator())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     continued = gossamer.Continue(soft_deadline=20, hard_deadline=20)
-    gossip = gossamer.decentralize(model, optimizer, topology="ring", on_failure=continued, timeout=60)
+    gossip = gossamer.decentralize(model, optimizer, topology="ring", on_failure=continued, timeout=300)
     for step in range(5):
         trained(model, optimizer, rank, step)
     with gossip.averaged():

@@ -27,7 +27,7 @@ def torchrun(workers: int, script: str, *arguments: str, launcher: Sequence[str]
         [*command, str(EXAMPLES / script), *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         env={**os.environ, **QUICK_NAMES, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -132,7 +132,7 @@ def test_an_elastic_job_replaces_a_killed_worker():
         [sys.executable, str(EXAMPLES / "elastic.py"), "--steps", "900"],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
         env={**os.environ, **QUICK_NAMES, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -147,7 +147,7 @@ def test_a_worker_that_is_asked_to_leave_leaves_and_is_replaced():
         [sys.executable, str(EXAMPLES / "leaving.py"), "--steps", "900"],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
         env={**os.environ, **QUICK_NAMES, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -164,7 +164,7 @@ def test_workers_that_are_all_asked_to_leave_save_together_and_continue_later(tm
         [sys.executable, str(EXAMPLES / "reclaimed.py"), "--steps", "400", "--folder", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
         env={**os.environ, **QUICK_NAMES, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -504,7 +504,7 @@ def test_compile_without_graph_breaks(pools, scenario):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_compile_with_inductor(pools):
-    ours = pools(2).run(real, compiled, backend="inductor", timeout=110)
+    ours = pools(2).run(real, compiled, backend="inductor", timeout=300)
     assert_close(ours, DenseCluster((2,)).run(compiled, backend=None))
 
 

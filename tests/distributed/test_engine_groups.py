@@ -80,7 +80,7 @@ def split_by_hand(rank):
         replica, part = divmod(rank, 2)
         model = Split(part, mesh["tp"].get_group())
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-        with gossamer.decentralize(model, optimizer, topology="ring", process_group=mesh["dp"], timeout=60) as gossip:
+        with gossamer.decentralize(model, optimizer, topology="ring", process_group=mesh["dp"], timeout=300) as gossip:
             for step in range(STEPS):
                 optimizer.zero_grad()
                 model(batch(replica, step)).square().mean().backward()
@@ -97,7 +97,7 @@ def corrected(rank):
         replica, part = divmod(rank, 2)
         model = Split(part, mesh["tp"].get_group())
         optimizer = gossamer.GossipAdam(model.parameters(), lr=0.05)
-        with gossamer.decentralize(model, optimizer, topology="ring", process_group=mesh["dp"], timeout=60):
+        with gossamer.decentralize(model, optimizer, topology="ring", process_group=mesh["dp"], timeout=300):
             for step in range(3 * EVERY):
                 optimizer.zero_grad()
                 model(batch(replica, step)).square().mean().backward()
@@ -113,7 +113,7 @@ def split_by_dtensor(rank):
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
         group = mesh["dp"].get_group()
-        with gossamer.decentralize(model, optimizer, topology="ring", process_group=group, timeout=60) as gossip:
+        with gossamer.decentralize(model, optimizer, topology="ring", process_group=group, timeout=300) as gossip:
             for step in range(STEPS):
                 optimizer.zero_grad()
                 model(batch(rank // 2, step)).square().mean().backward()
@@ -133,7 +133,7 @@ def started_apart(rank):
                 parameter.add_(rank // 2)
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with gossamer.decentralize(model, optimizer, topology="ring", process_group=mesh["dp"], timeout=60):
+        with gossamer.decentralize(model, optimizer, topology="ring", process_group=mesh["dp"], timeout=300):
             return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
 
 
@@ -145,7 +145,7 @@ def without_group(rank):
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
         try:
-            gossamer.decentralize(model, optimizer, topology="ring", timeout=60)
+            gossamer.decentralize(model, optimizer, topology="ring", timeout=300)
         except InputError as error:
             return str(error)
 
@@ -164,7 +164,7 @@ def over_other_meshes(rank):
                 parallelize_module(model, mesh[dimension], {layer: ColwiseParallel()})
             optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
             with pytest.raises(InputError) as error:
-                gossamer.decentralize(model, optimizer, topology="ring", process_group=mesh[group], timeout=60)
+                gossamer.decentralize(model, optimizer, topology="ring", process_group=mesh[group], timeout=300)
             found.append(str(error.value))
         return found
 
@@ -176,7 +176,7 @@ def split_over_one(rank):
         model = whole_model()
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-        with gossamer.decentralize(model, optimizer, process_group=mesh["dp"], timeout=60) as gossip:
+        with gossamer.decentralize(model, optimizer, process_group=mesh["dp"], timeout=300) as gossip:
             model(batch(rank, 0)).square().mean().backward()
             optimizer.step()
             return gossip.replicas, gossip.consensus_distance()
@@ -191,7 +191,7 @@ def wrong_mesh(rank):
         others = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank < 2]
         for given in (mesh, "world", others):
             with pytest.raises(InputError) as error:
-                gossamer.decentralize(model, optimizer, process_group=given, timeout=60)
+                gossamer.decentralize(model, optimizer, process_group=given, timeout=300)
             found.append(str(error.value))
         return found
 

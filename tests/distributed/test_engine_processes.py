@@ -113,7 +113,7 @@ def on_virtual_workers(layout, case):
 def test_processes_equal_virtual_workers_bit_by_bit(pools, layout):
     cases = [{k: v for k, v in case.items() if k != "layout"} for case in CASES if case["layout"] == layout]
     assert cases
-    results = pools(*layout).run(on_processes, cases, timeout=100)
+    results = pools(*layout).run(on_processes, cases, timeout=300)
     for at, case in enumerate(cases):
         expected = on_virtual_workers(layout, case)
         for rank, (seen, sent) in enumerate(expected):

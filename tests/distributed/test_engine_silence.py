@@ -170,7 +170,7 @@ def hybrid(rank, group):
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         try:
-            gossamer.decentralize(model, optimizer, process_group=mesh["replicas"] if group else None, timeout=60)
+            gossamer.decentralize(model, optimizer, process_group=mesh["replicas"] if group else None, timeout=300)
         except gossamer.InputError as error:
             return str(error)
 
@@ -192,7 +192,7 @@ def sharded_beside_gossip(rank):
         fully_shard(model, mesh=mesh["shards"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         group = mesh["replicas"]
-        with gossamer.decentralize(model, optimizer, topology="complete", process_group=group, timeout=60) as gossip:
+        with gossamer.decentralize(model, optimizer, topology="complete", process_group=group, timeout=300) as gossip:
             for step in range(4):
                 loss_of(model, rank // 2, step).backward()
                 optimizer.step()

@@ -183,7 +183,7 @@ def test_a_checkpoint_inside_averaged_is_refused(pools, tmp_path):
 )
 def test_an_exception_on_one_worker_ends_all(pools, where, after):
     # longer than a worker waits for another one, so that the worker's own error is seen
-    errors = pools(2, 2).run(call, "fit_until", {"topology": "aer"}, where, after=after, timeout=100)
+    errors = pools(2, 2).run(call, "fit_until", {"topology": "aer"}, where, after=after, timeout=300)
     assert errors[1][0] == ("SIGTERMException" if where == "signal" else "ValueError")
     assert all(error is not None for error in errors)
     if where == "training_step":  # the others wait for a neighbor; later they may be in a barrier of Lightning's

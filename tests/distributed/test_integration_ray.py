@@ -24,7 +24,7 @@ BLOCKS = re.findall(
     r"^```python\n(.*?)^```", (ROOT / "docs/integrations/ray.md").read_text(encoding="utf-8"), re.S | re.M
 )
 CPUS = 4
-pytestmark = pytest.mark.timeout(400)  # Ray starts slowly on a loaded machine
+pytestmark = pytest.mark.timeout(900)  # Ray starts slowly on a loaded machine
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def connected(where: tuple[str, int]) -> socket.socket:
     deadline = time.monotonic() + 60
     while True:
         try:
-            return socket.create_connection(where, timeout=60)
+            return socket.create_connection(where, timeout=300)
         except ConnectionRefusedError:
             if time.monotonic() > deadline:
                 raise
@@ -192,7 +192,7 @@ class TestNamespaces:
             if number == signal.SIGINT:
                 time.sleep(0.5)
             launcher.send_signal(number)
-            launcher.wait(20)
+            launcher.wait(300)
         finally:
             launcher.kill()
             launcher.stdout.close()

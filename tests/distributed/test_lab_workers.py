@@ -284,7 +284,7 @@ def test_workers_that_died_since_the_last_run_are_replaced():
 
 def run_script(path: Path, text: str) -> subprocess.CompletedProcess[str]:
     path.write_text(textwrap.dedent(text))
-    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300)
 
 
 def test_a_pool_that_was_not_closed_ends_with_its_process(tmp_path):

@@ -14,7 +14,7 @@ from gossamer.predict.cluster import load
 from gossamer.predict.methods import WIRES
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 def test_probe_measures_every_link(tmp_path, capsys):
     out = tmp_path / "cluster.toml"
     command = ["probe", "--per-node", "2,2,1", "-o", str(out), "--seconds", "0.02", "--model-mb", "8", "--json"]
@@ -54,10 +54,10 @@ def probed(rank, out):
     return path is not None
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 def test_a_script_probes_its_own_step(tmp_path):
     out = tmp_path / "cluster.toml"
-    assert run_workers(2, probed, str(out), timeout=150) == [True, False]  # worker 0 writes
+    assert run_workers(2, probed, str(out), timeout=300) == [True, False]  # worker 0 writes
     cluster = load(out)
     assert (cluster.compute.source, len(cluster.compute.samples)) == ("measured", 3)
     assert cluster.model.mb == pytest.approx(4 * (64 * 64 + 64) / 1e6)

@@ -35,7 +35,7 @@ class QueueChannel(ThreadedChannel):
         for peer, message in batch.sends:
             self.queues[self.rank, peer].put(message.clone())
         for peer, message in batch.recvs:
-            message.copy_(self.queues[peer, self.rank].get(timeout=60))
+            message.copy_(self.queues[peer, self.rank].get(timeout=300))
 
     def _cut(self):
         pass

@@ -42,7 +42,7 @@ class Network:
         for transport in self.transports:
             transport.loss = partial(StoreTransport.loss, transport)
 
-    def channel(self, rank, ranks=None, timeout=60.0):
+    def channel(self, rank, ranks=None, timeout=300.0):
         self._opening = rank
         workers = WorkerGroup(rank, tuple(range(len(self.devices))) if ranks is None else ranks, None)
         return NcclChannel(self.transports[rank], workers, self.devices[rank], timeout)
@@ -268,7 +268,7 @@ def test_close_ends_what_is_in_flight(network, comes):
 def test_a_sub_group_makes_its_own_communicator_and_sends_to_global_ranks(network):
     net, peers = network(2), []
     net.transports[0].watch = peers.append
-    channel = net.channel(0, ranks=(1, 3), timeout=60)
+    channel = net.channel(0, ranks=(1, 3), timeout=300)
     (made,) = net.groups
     assert made[0] == [1, 3]
     assert (made[1]["backend"], made[1]["use_local_synchronization"]) == ("nccl", True)

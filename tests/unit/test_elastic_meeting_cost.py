@@ -95,7 +95,7 @@ def meet(n, times, late=0.0):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60.0)
+        thread.join(300)
     assert not failures, failures[0]
     assert not any(t.is_alive() for t in threads)
     return store

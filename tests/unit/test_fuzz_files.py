@@ -257,7 +257,7 @@ def check(kind, tmp_path, count):
     run()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", CASES)
 def test_any_file_gives_a_result_or_one_sentence(kind, tmp_path):
     check(kind, tmp_path, 60)

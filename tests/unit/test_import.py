@@ -20,7 +20,7 @@ LOADED = "\nimport sys, json; print(json.dumps(sorted({m.partition('.')[0] for m
 
 
 def _python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

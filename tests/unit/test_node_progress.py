@@ -34,7 +34,7 @@ def node(monkeypatch):
 
 
 def until(condition):
-    for _ in range(3000):
+    for _ in range(30000):
         if condition():
             return
         time.sleep(0.01)
@@ -42,7 +42,7 @@ def until(condition):
 
 
 def error_in(progress):
-    for _ in range(3000):
+    for _ in range(30000):
         try:
             progress.verify("averaged()")
         except gossamer.GossamerError as error:
@@ -104,11 +104,11 @@ def test_the_thread_ends_with_the_counter_and_does_not_keep_it(monkeypatch):
     progress = NodeProgress(HashStore(), 0, [1], [])
     thread, kept = progress._thread, weakref.ref(progress)
     del progress
-    for _ in range(3000):
+    for _ in range(30000):
         gc.collect()
         if kept() is None:
             break
         time.sleep(0.01)
     assert kept() is None
-    thread.join(30)
+    thread.join(300)
     assert not thread.is_alive()

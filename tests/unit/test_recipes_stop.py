@@ -44,14 +44,14 @@ def play(folder, kind, *, seed, meet_every):
             if rank == seed % WORKERS and step == 7:
                 request(folder)
             with changed:
-                assert changed.wait_for(lambda at=step: can_end(rank, at), timeout=60)
+                assert changed.wait_for(lambda at=step: can_end(rank, at), timeout=300)
                 done[rank] += 1
                 changed.notify_all()
             time.sleep(chance.random() * 0.002)
             if meet_every and (step + 1) % meet_every == 0:
                 with stop.meeting(step + 1):
                     if not lockstep:
-                        meeting.wait(timeout=60)
+                        meeting.wait(timeout=300)
         stop.done(STEPS)
         ended[rank] = STEPS
 
@@ -59,7 +59,7 @@ def play(folder, kind, *, seed, meet_every):
     for t in threads:
         t.start()
     for t in threads:
-        t.join(90)
+        t.join(400)
     return ended
 
 
@@ -79,10 +79,10 @@ def test_a_worker_that_sees_the_request_takes_the_step_for_which_others_may_wait
     assert not before(3)
     request(tmp_path)
     with ThreadPoolExecutor() as pool:
-        assert not pool.submit(behind, 3).result(timeout=60)
+        assert not pool.submit(behind, 3).result(timeout=300)
         waiting = pool.submit(behind, 4)
-        assert not pool.submit(before, 4).result(timeout=60)
-        assert not waiting.result(timeout=60)
+        assert not pool.submit(before, 4).result(timeout=300)
+        assert not waiting.result(timeout=300)
         assert all(pool.map(lambda stop: stop(5), (behind, before)))
 
 
@@ -143,7 +143,7 @@ def test_members_that_are_all_asked_to_leave_stop_together(tmp_path):
     for t in threads:
         t.start()
     for t in threads:
-        t.join(60)
+        t.join(400)
     assert all(stopped.values())
 
 

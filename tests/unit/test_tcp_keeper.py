@@ -48,7 +48,7 @@ def test_a_running_job_is_joined_through_a_directory_restarted_from_its_file(mon
         assert replacement.gossip.joined
         for worker in (workers[0], replacement):
             worker.steps = 0
-            worker.join(60.0)
+            worker.join(300)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": "not base64!"}'])

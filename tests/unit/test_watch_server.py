@@ -28,7 +28,7 @@ def run(tmp_path):
 
 
 def get(url, **headers):
-    return urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20).read().decode()
+    return urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=300).read().decode()
 
 
 def status(url, **headers):
