@@ -51,6 +51,7 @@ class Peer:
     dead: str = ""  # the reason why exchanges with this process end at once
     late: bool = False
     rounds: list[int] = field(default_factory=list)  # as of the last heartbeat
+    reported: float = field(default_factory=time.monotonic)  # when they last changed
     last_beat: float | None = None
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # seconds between the last heartbeats
     lasting: dict[Subject, bytes] = field(default_factory=dict)  # SKIPPED and VERDICT frames, repeated on new links
@@ -75,7 +76,7 @@ class Peer:
     def report(self, rounds: list[int]) -> None:
         """Note the peer's progress. A peer that makes progress is not late any more."""
         if rounds != self.rounds:
-            self.late = False
+            self.late, self.reported = False, time.monotonic()
         self.rounds = rounds
 
 

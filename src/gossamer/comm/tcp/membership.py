@@ -349,7 +349,7 @@ class Membership:
         if len(hello.rounds) != len(self._rounds):
             raise Refused(f"worker {hello.rank} has {len(hello.rounds)} lanes, this worker {len(self._rounds)}")
         peer = self.links.peer(hello.rank)
-        peer.rounds = hello.rounds
+        peer.report(hello.rounds)
         self.links.install(peer, connection)
 
     def _on_closed(self, peer: Peer) -> None:

@@ -46,12 +46,25 @@ class Timetable:
         self.started = -1  # number of the last event begun
         self.limit: int | None = None  # no event with a higher number may begin
         self._own: Iterator[Event] = iter(())
+        self._all: Iterator[Event] | None = None  # from which `time_of` reads
+        self._read: Event | None = None  # its last event
         self.next: Event | None = None  # the first own event that is not done
 
     def follow(self, events: Events) -> None:
         """Continue with the first event of another sequence: the members have changed."""
         self.events = events
+        self._all = self._read = None
         self.rewind()
+
+    def time_of(self, number: int) -> float | None:
+        """The time of an event of anybody; None if it is not in this sequence, or before one that was asked for."""
+        if number < self.events.first or (self._read is not None and number < self._read.number):
+            return None
+        if self._all is None:
+            self._all = self.events.stream()
+        while self._read is None or self._read.number < number:
+            self._read = next(self._all)
+        return self._read.time
 
     def rewind(self, after: int = -1) -> None:
         """Continue with this worker's first event after number `after`."""

@@ -2,7 +2,9 @@
 
 Exchanges with a dead or unreachable neighbor are skipped by its neighbors alone, at once. When the members change, all
 workers follow the event sequence of the new members' graph, with its rates, from the announced event on. Only the
-numbers of events are shared: each worker starts the sequence on its own clock when it comes to that event.
+numbers of events are shared: each worker starts the sequence on its own clock when it comes to that event, and a
+newcomer when it hears that another worker has come to it. Clocks that are behind are set right: see Note [Why clocks
+follow the furthest neighbor] in event_thread.py.
 
 Both sides apply an exchange, or neither does (Note [Why an exchange has a verdict] in comm/tcp/frame.py), so the sum of
 all workers is conserved as long as nobody dies. A death takes the dead worker's own share with it, and nothing else.
@@ -16,7 +18,7 @@ from typing import Any, cast
 
 import torch
 
-from gossamer.comm import Stamp
+from gossamer.comm import Deadline, Stamp, clock
 from gossamer.engine.asynchronous.clock import WallClock
 from gossamer.engine.asynchronous.lane import AsyncLane
 from gossamer.engine.asynchronous.thread import EventThread
@@ -32,6 +34,9 @@ from gossamer.topology.events import Event, Events
 class ElasticAsyncLane(MemberLane, AsyncLane):
     """An asynchronous lane over the members of an elastic job."""
 
+    _begins = 0  # the event with which the members begin this worker's first plan
+    _begin_by = Deadline(0.0)  # when this worker begins without hearing of them
+
     def _open_thread(self, parts: LaneParts) -> EventThread:
         self.follow_members()
         wall = self.clock
@@ -42,9 +47,12 @@ class ElasticAsyncLane(MemberLane, AsyncLane):
 
     def follow_members(self) -> None:
         """Follow the latest members from their first event on. Called by the communication thread."""
+        joins = self.epoch == 0
         record = self._follow_members()
         if record is None:
             return
+        if joins:
+            self._begins, self._begin_by = record.starts[self.index], Deadline(self.hard_deadline)
         topology, ranks, policy = self.schedule.topology, record.ranks, self.policy
         self.state.replan(ranks, rates_of(topology) if isinstance(policy, A2CiD2) else None, policy.rate)
         self.timetable.follow(
@@ -67,6 +75,17 @@ class ElasticAsyncLane(MemberLane, AsyncLane):
         if following is None:  # it was alone: nobody has events with it
             return self._members.record.starts[self.index]
         return following.number
+
+    @property
+    def early(self) -> bool:
+        """Whether this worker has joined and the others do not follow the plan with it yet. Then it waits."""
+        return self._members.furthest(self.index) < self._begins and not self._begin_by.expired
+
+    def begun_by_neighbors(self) -> list[tuple[int, float]]:
+        """The last event that each neighbor was heard to have begun, and how many seconds ago that was heard."""
+        peers = [self._members.links.peer(rank) for rank in self.neighbors]
+        now = clock()
+        return sorted((p.rounds[self.index] - 1, now - p.reported) for p in peers if p.rounds and not p.dead)
 
     def _stamp(self, peer: int) -> Stamp:
         return Stamp(self.epoch, self._plan, frozenset((peer,)))

@@ -3,6 +3,14 @@
 An event has three parts, and each may end it without harm: the greeting, which shows that the partner is there; the
 parameters; and the verdict of both sides. A partner that is late or silent in the first two is skipped at the deadline.
 A worker that has said that it is done waits for its partner's verdict as long as the partner is a member.
+
+Note [Why clocks follow the furthest neighbor]: two workers meet in an event if their clocks come to it at the same
+time, as far as the deadline of a greeting allows. A worker that has joined, stood still or entered a collective call
+before the others has a clock that is behind, and would miss its partners in every event from then on, because they have
+given up by the time it comes. But heartbeats say which event a neighbor has begun. If that comes after this worker's
+next one, this worker is late, and sets its clock to the neighbor's: to the time of that event, plus the time since it
+heard of it (at most one unit, since the neighbor may be busy). Clocks are set forward only, so all follow the one that
+is furthest. Where nobody is further, events are late because exchanges are slow, and the clock is set back.
 """
 
 from __future__ import annotations
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
 
 LOOK = 0.05  # seconds between checks of a job, of the members and of a collective call
 OWED = 4.0  # units by which events may be late
+FARTHEST = 10**5  # events by which a neighbor can be ahead
 ASK = 0.25  # seconds between reads of the unit of time in the directory
 SHORTEST_UNIT, LONGEST_UNIT = 1e-7, 1e7  # seconds; a step takes neither less nor more
 
@@ -114,16 +123,41 @@ class ElasticEventThread(EventThread):
                 early: float | None = None
                 if timetable.limit is None and not self._members.excluded:
                     self._lane.follow_members()
+                    if self._lane.early:
+                        self._clock.rewind(timetable.events.start)
+                        self._lock.wait(LOOK)
+                        continue
+                    self._catch_up()
                     event = timetable.next
                     early = None if event is None else self._clock.until(event.time)
-                    if event is not None and self._clock.now() - event.time > OWED:
-                        self._clock.rewind(event.time)  # what a fault held up is not made up in a burst
                     if event is not None and early == 0.0:
                         timetable.started, self._busy = event.number, True
                         self._lane.begin_event(event)
                         return event
                 self._lock.wait(LOOK if early is None else min(early, LOOK))
             return None
+
+    def _catch_up(self) -> None:
+        """Set the clock right if it is behind a neighbor's, or far ahead of the events. See Note [Why clocks follow the
+        furthest neighbor]. The caller holds the lock."""
+        timetable, unit = self._timetable, self._clock.unit
+        event = timetable.next
+        if event is None or unit is None:
+            return
+        reached = event.number
+        for number, age in self._lane.begun_by_neighbors():
+            if event.number < number < event.number + FARTHEST and (time := timetable.time_of(number)) is not None:
+                reached = number
+                theirs = time + min(1.0, age / unit)
+                if theirs > self._clock.now():
+                    self._clock.rewind(theirs)
+        late = self._clock.now() - OWED
+        while event.time < late and event.number < reached:  # the others have passed these events
+            timetable.advance()
+            assert timetable.next is not None
+            event = timetable.next
+        if event.time < late:
+            self._clock.rewind(event.time)  # what a fault held up is not made up in a burst
 
     def _perform(self, event: Event) -> None:
         peer = event.peer_of(self._timetable.rank)
