@@ -42,7 +42,7 @@ check: lint types  ## fast inner loop: lint, types, unit tests
 
 test: lint types  ## install if needed, then run every check and test
 	@echo "test: pytest"
-	@$(BIN)/pytest -n 3
+	@$(BIN)/pytest -n 4 --dist worksteal
 
 test-slow: setup  ## the long tests as well
 	@echo "test-slow: pytest, the long tests too"
