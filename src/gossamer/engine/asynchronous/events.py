@@ -53,7 +53,6 @@ class Timetable:
     def follow(self, events: Events) -> None:
         """Continue with the first event of another sequence: the members have changed."""
         self.events = events
-        self._all = self._read = None
         self.rewind()
 
     def time_of(self, number: int) -> float | None:
@@ -68,6 +67,7 @@ class Timetable:
 
     def rewind(self, after: int = -1) -> None:
         """Continue with this worker's first event after number `after`."""
+        self._all = self._read = None
         self._own = self.events.of(self.rank, after=after)
         self.advance()
 

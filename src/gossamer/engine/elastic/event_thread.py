@@ -127,7 +127,11 @@ class ElasticEventThread(EventThread):
                         self._clock.rewind(timetable.events.start)
                         self._lock.wait(LOOK)
                         continue
-                    self._catch_up()
+                    if self._clock.unit is not None:
+                        now, begun = self._clock.now(), self._lane.begun_by_neighbors()
+                        right = caught_up(timetable, now, [(number, age / self._clock.unit) for number, age in begun])
+                        if right != now:
+                            self._clock.rewind(right)
                     event = timetable.next
                     early = None if event is None else self._clock.until(event.time)
                     if event is not None and early == 0.0:
@@ -136,28 +140,6 @@ class ElasticEventThread(EventThread):
                         return event
                 self._lock.wait(LOOK if early is None else min(early, LOOK))
             return None
-
-    def _catch_up(self) -> None:
-        """Set the clock right if it is behind a neighbor's, or far ahead of the events. See Note [Why clocks follow the
-        furthest neighbor]. The caller holds the lock."""
-        timetable, unit = self._timetable, self._clock.unit
-        event = timetable.next
-        if event is None or unit is None:
-            return
-        reached = event.number
-        for number, age in self._lane.begun_by_neighbors():
-            if event.number < number < event.number + FARTHEST and (time := timetable.time_of(number)) is not None:
-                reached = number
-                theirs = time + min(1.0, age / unit)
-                if theirs > self._clock.now():
-                    self._clock.rewind(theirs)
-        late = self._clock.now() - OWED
-        while event.time < late and event.number < reached:  # the others have passed these events
-            timetable.advance()
-            assert timetable.next is not None
-            event = timetable.next
-        if event.time < late:
-            self._clock.rewind(event.time)  # what a fault held up is not made up in a burst
 
     def _perform(self, event: Event) -> None:
         peer = event.peer_of(self._timetable.rank)
@@ -252,6 +234,26 @@ class ElasticEventThread(EventThread):
     def _judge(self, peer: int, verdict: Verdict) -> None:
         self._verdicts[peer] = verdict
         self._members.judge(peer, self._lane.index, verdict)
+
+
+def caught_up(timetable: Timetable, now: float, begun: Sequence[tuple[int, float]]) -> float:
+    """Return the time to which a clock is set that shows `now`: see Note [Why clocks follow the furthest neighbor].
+
+    `begun` has the last event of each neighbor in ascending order, and how many units ago it was heard of. Events that
+    the neighbors have passed, and that are too late for this worker, are left out of `timetable`.
+    """
+    event = timetable.next
+    if event is None:
+        return now
+    reached = event.number
+    for number, age in begun:
+        if event.number < number < event.number + FARTHEST and (time := timetable.time_of(number)) is not None:
+            reached, now = number, max(now, time + min(1.0, age))
+    while event.time < now - OWED and event.number < reached:
+        timetable.advance()
+        assert timetable.next is not None
+        event = timetable.next
+    return event.time if event.time < now - OWED else now  # what a fault held up is not made up in a burst
 
 
 def _step_time(text: str) -> float | None:
