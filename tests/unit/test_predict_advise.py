@@ -431,6 +431,7 @@ def test_rarer_exchanges_follow_the_rule_until_a_record_has_them(monkeypatch):
     assert "none of which has fragments" in partly.evidence
     assert partly.value == factor(settings=[("fragments", 8)], apart=8.0).value
     assert averages_factor("diloco", 8, 16).value == pytest.approx(1.2)
+    assert [averages_factor("diloco", k, 16).basis for k in (4, 8, 32)] == ["between", "measured", "beyond"]
     assert averages_factor("localsgd", 16, 16).value > averages_factor("localsgd", 8, 16).value > 1
 
 

@@ -153,7 +153,10 @@ def averages_factor(method: str, every: int, replicas: int) -> QualityFactor:
             replicas=replicas, rounds=1, topology="complete", apart=every, settings=[("every", every)]
         )
     excess = min(MOST, max(0.0, found.excess))
-    return QualityFactor(1 + excess, 1 + LOW * excess - 0.01, 1 + HIGH * excess + 0.01, f"records {found.record}")
+    points = [int(e.value) for e in EXTRAS if e.setting == method and e.record]
+    basis: Basis = "measured" if every in points else "between" if every < max(points) else "beyond"
+    low, high = 1 + LOW * excess - 0.01, 1 + HIGH * excess + 0.01
+    return QualityFactor(1 + excess, low, high, f"records {found.record}", basis)
 
 
 def allreduce_factor(wire: str) -> QualityFactor:
