@@ -16,6 +16,7 @@ from gossamer.lab.chaos.verdict import (
     growth_problem,
     leaks,
     loss_bound,
+    lost_shares,
     meetings,
     problems,
     rejoins,
@@ -248,6 +249,7 @@ GOOD = {
     "not_rejoined": 0,
     "longest_stall_s": 0.6,
     "saturated": False,
+    "lost_shares": {0: 0.1},
     "final_loss": 1.0,
     "calm_final_losses": [1.0],
     "leaks": {"processes": 0, "threads": 0, "file_descriptors": 0, "namespaces": 0},
@@ -273,6 +275,7 @@ def test_stalls_on_saturated_cores_are_not_judged():
         ({"not_rejoined": 1}, "1 victims did not come back"),
         ({"longest_stall_s": 2.1}, "stalled for 2.10 s, longer than 4 soft deadlines of 0.5 s"),
         ({"meetings_that_differ": 2}, "the participants of 2 meetings held different means"),
+        ({"lost_shares": {0: 0.1, 3: 0.9}}, "workers [3] lost more than 50% of their exchanges"),
         ({"final_loss": 1.2}, "the final loss 1.2000 is above 1.1000"),
         ({"final_loss": None}, "no final loss"),
         ({"leaks": {**GOOD["leaks"], "threads": 3}}, "left behind: 3 threads"),
@@ -282,6 +285,19 @@ def test_every_problem_is_reported(change, words):
     found = problems({**GOOD, **change}, soft=0.5)
     assert len(found) == 1
     assert words in found[0]
+
+
+def test_the_part_of_the_exchanges_that_a_worker_lost():
+    events = {"unit_seconds_by_lane": {0: 0.8}, "buckets": 4}
+    stats = {
+        0: {**events, "rounds": 90, "lost_exchanges": 10},
+        1: {**events, "rounds": 0, "lost_exchanges": 60},
+        2: {"buckets": 4, "rounds": 100, "lost_exchanges": 20},
+        3: {**events, "rounds": 5, "lost_exchanges": 20},  # too few
+        4: None,  # killed
+        5: {"buckets": 4, "rounds": 100},  # torch's DDP
+    }
+    assert lost_shares(stats) == {0: 0.1, 1: 1.0, 2: 0.05}
 
 
 def test_the_reader_follows_a_file_and_waits_for_complete_lines(tmp_path):

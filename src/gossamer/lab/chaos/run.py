@@ -23,6 +23,7 @@ from gossamer.lab.chaos.verdict import (
     flatness,
     growth_problem,
     leaks,
+    lost_shares,
     meetings,
     problems,
     rejoins,
@@ -224,6 +225,7 @@ def _verdict(
     stalled = stalls(record, 0.0)
     calm_losses = [*chaos.calm_losses, *(x for _, x in calm if x is not None)]
     kept = leaks(record)
+    stats = {rank: value.get("stats") for rank, value in record.values.items()}
     verdict: dict[str, Any] = {
         "hangs": len(record.hung),
         "restarts": len(record.ended),
@@ -233,6 +235,7 @@ def _verdict(
         "rejoined": sum(r["seconds"] is not None for r in rejoined),
         "not_rejoined": sum(r["seconds"] is None for r in rejoined),
         "rejoin_s": [r["seconds"] for r in rejoined],
+        "lost_shares": lost_shares(stats),
         "final_loss": loss,
         "calm_final_loss": calm_losses[0] if calm_losses else None,
         "calm_final_losses": calm_losses,
@@ -262,7 +265,7 @@ def _verdict(
         "ddp": ddp,
         "lives": [_log_entry(log, record.begin) for log in record.logs],
         "threads_left": {rank: value["threads"] for rank, value in record.values.items() if value.get("threads")},
-        "stats": {rank: value.get("stats") for rank, value in record.values.items()},
+        "stats": stats,
     }
     found = problems(verdict, soft=chaos.soft) + growth_problem(verdict["memory"], chaos.faults, chaos.seconds)
     return {"passed": not found, "problems": found, **verdict}

@@ -24,6 +24,10 @@ CHURN_MB, CHURN_COUNT = 12.0, 4
 LONG = 300.0  # seconds: in a shorter run with faults the caches still fill, so its growth is shown and not judged
 STALL = 4.0  # a worker without a fault may stall for this many soft deadlines,
 STALL_LEARNED = 1.0  # or seconds, where deadlines are learned
+FEW = 50  # exchanges: a process with fewer is not judged by the share that it lost,
+LOST = (
+    0.5  # which may be this large; faults cost a part of the exchanges, and clocks or plans that do not fit, nearly all
+)
 EQUAL = 1e-4  # allowed relative difference of the mean between the participants of a meeting
 NOISE = 0.1  # allowed relative error of the loss if fewer than three calm runs show its spread
 
@@ -157,6 +161,20 @@ def _logs_of(record: JobRecord, rank: int) -> list[ProcessLog]:
     return [log for log in record.logs if log.rank == rank]
 
 
+def lost_shares(stats: Mapping[int, Mapping[str, Any] | None]) -> dict[int, float]:
+    """The part of its exchanges that each worker lost, of those that were there at the end and had enough of them."""
+    shares = {}
+    for rank, found in stats.items():
+        if found is None or "lost_exchanges" not in found:
+            continue
+        rounds, lost = found["rounds"], found["lost_exchanges"]
+        # An asynchronous worker counts the events that were carried out, a synchronous one rounds of so many buckets.
+        tried = rounds + lost if "unit_seconds_by_lane" in found else rounds * max(1, found["buckets"])
+        if tried >= FEW:
+            shares[rank] = lost / tried
+    return shares
+
+
 def leaks(record: JobRecord) -> dict[str, int]:
     """Processes that could not be ended, and threads and file descriptors that workers still had after `close()`."""
     kept = {"processes": record.orphans, "threads": 0, "file_descriptors": 0}
@@ -264,6 +282,9 @@ def problems(verdict: Mapping[str, Any], *, soft: float | None) -> list[str]:
         found.append(f"a worker without a fault stalled for {stall:.2f} s, longer than {limit}")
     if verdict.get("meetings_that_differ"):
         found.append(f"the participants of {verdict['meetings_that_differ']} meetings held different means")
+    apart = [rank for rank, share in verdict["lost_shares"].items() if share > LOST]
+    if apart:
+        found.append(f"workers {apart} lost more than {LOST:.0%} of their exchanges")
     if verdict["final_loss"] is None:
         found.append("no worker reached the end, so there is no final loss")
     bound = loss_bound(verdict["calm_final_losses"])
