@@ -110,9 +110,8 @@ def quality_factor(
     recorded = bool(settings) and not unseen  # then the records' numbers replace the rule about rarer exchanges
     extras = _named(wire, algorithm)
     base = NODES_AER * ((replicas - 1) / 3) ** REPLICA_POWER
-    rare = min(
-        1.0, base / _mean(_excess(KNOWN_REPLICAS, "aer"))
-    )  # records of rarer exchanges are of that many replicas
+    # Rarer exchanges were recorded among KNOWN_REPLICAS: fewer replicas lose less, as by gossip itself.
+    rare = min(1.0, base / _mean(_excess(KNOWN_REPLICAS, "aer")))
     if recorded:
         extras += [replace(e, excess=e.excess * rare) for name, e in found.items() if e is not None and name != "outer"]
     extras += [e for name, e in found.items() if e is not None and name == "outer"]

@@ -9,10 +9,10 @@ A file `request` in the run's folder asks. Workers look for the file before each
 Note [Why a stop does not deadlock]
 All workers must reach a look at the file after the request: then all have posted. A worker whose last look was before
 the request may be in a step that waits for others: for an exchange of their next round, or for their gradients, which
-are averaged inside a node. So nobody waits where it sees the request. Whoever takes the steps up to its next round,
-`ahead` of them, has sent all that the others need to end the step that they are in. A worker that is about to make a
-collective call posts first, for workers that wait outside of the call. A worker that fails says so, and the others do
-not wait for it.
+are averaged inside a node. So a worker does not wait at the step where it sees the request. It first takes the `ahead`
+steps up to its next round, and has then sent all that the others need to end the step that they are in. A worker that
+is about to make a collective call posts first, for workers that wait outside of the call. A worker that fails says so,
+and the others do not wait for it.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from gossamer.topology.events import Event, Events
 class ElasticAsyncLane(MemberLane, AsyncLane):
     """An asynchronous lane over the members of an elastic job."""
 
+    # Of the class, because the constructor of the base class opens the thread, which sets them for a newcomer.
     _begins = 0  # the event with which the members begin this worker's first plan
     _begin_by = Deadline(0.0)  # when this worker begins without hearing of them
 

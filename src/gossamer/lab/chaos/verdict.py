@@ -24,10 +24,8 @@ CHURN_MB, CHURN_COUNT = 12.0, 4
 LONG = 300.0  # seconds: in a shorter run with faults the caches still fill, so its growth is shown and not judged
 STALL = 4.0  # a worker without a fault may stall for this many soft deadlines,
 STALL_LEARNED = 1.0  # or seconds, where deadlines are learned
-FEW = 50  # exchanges: a process with fewer is not judged by the share that it lost,
-LOST = (
-    0.5  # which may be this large; faults cost a part of the exchanges, and clocks or plans that do not fit, nearly all
-)
+FEW = 50  # exchanges: a process with fewer is not judged by the share of them that it lost
+LOST = 0.5  # allowed share: faults cost a part of the exchanges; clocks or plans that do not fit cost nearly all
 EQUAL = 1e-4  # allowed relative difference of the mean between the participants of a meeting
 NOISE = 0.1  # allowed relative error of the loss if fewer than three calm runs show its spread
 
