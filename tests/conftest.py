@@ -3,6 +3,10 @@
 import sys
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("gossamer", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("gossamer")
 
 
 @pytest.fixture(autouse=True)

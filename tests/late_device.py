@@ -150,7 +150,7 @@ class LateDevice:
 
     def drain(self, stream):
         with self.changed:
-            assert self.changed.wait_for(lambda: self.failure or not stream.entries, 60), f"{stream.name} is stuck"
+            assert self.changed.wait_for(lambda: self.failure or not stream.entries, 300), f"{stream.name} is stuck"
             if self.failure:
                 raise self.failure
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import socket
 import time
+from functools import partial
 
-from gossamer.comm.tcp.frame import Ask, FrameHeader, Hello, Kind
+import pytest
+
+from gossamer.comm.tcp import DirectoryClient, links, listener
+from gossamer.comm.tcp.frame import Ask, FrameHeader, Hello, Kind, meet
 from gossamer.comm.tcp.inbox import Key
 from gossamer.comm.tcp.links import LinkTable
 from gossamer.comm.tcp.listener import Listener
@@ -14,6 +18,23 @@ from gossamer.comm.transport import ChannelId, Purpose
 RUN = bytes(range(8))
 PLAN = b"the plan"
 CHANNEL = ChannelId(0, Purpose.PARAMETERS)
+LIMIT = 300.0  # seconds until something counts as hung
+
+
+@pytest.fixture(autouse=True, scope="module")
+def patient():
+    """Handshakes without a time limit, in modules that import this: a busy machine may stop a process for seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (links, listener):
+            patch.setattr(module, "meet", partial(meet, seconds=LIMIT))
+        yield
+
+
+class PatientClient(DirectoryClient):
+    """A client that waits for the answers of a directory."""
+
+    def ask(self, request, timeout=LIMIT):
+        return super().ask(request, timeout)
 
 
 class Worker(LinkTable):
@@ -56,7 +77,7 @@ def a_pair():
     return zero, one, frames
 
 
-def until(condition, seconds=120.0):
+def until(condition, seconds=LIMIT):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -2,6 +2,8 @@
 
 import atexit
 import os
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -288,23 +290,29 @@ def test_loads_what_ddp_has_saved(pools, tmp_path):
         assert not torch.equal(trained, loaded)
 
 
-def fails(rank):
-    """Worker 1 raises in its third step, and its process ends as Python ends it."""
+def fails(rank, noticed):
+    """Worker 1 raises in its third step, and its process ends as Python ends it, when worker 0 has noticed."""
     accelerator = accelerator_of({})
     model, optimizer, loader, scheduler = accelerator.prepare(*objects())
-    for step, (x, y) in enumerate(loader):
-        if rank == 1 and step == 2:
-            atexit._run_exitfuncs()
-            os._exit(1)
-        one_step(accelerator, model, optimizer, scheduler, x, y)
+    try:
+        for step, (x, y) in enumerate(loader):
+            if rank == 1 and step == 2:
+                atexit._run_exitfuncs()
+                while not Path(noticed).exists():
+                    time.sleep(0.01)
+                os._exit(1)
+            one_step(accelerator, model, optimizer, scheduler, x, y)
+    except gossamer.PeerError:
+        Path(noticed).touch()
+        raise
 
 
-def test_a_failing_worker_does_not_hang_the_others():
+def test_a_failing_worker_does_not_hang_the_others(tmp_path):
     with (
         WorkerPool(2, timeout=300, grace=60) as pool,
         pytest.raises(WorkerFailed, match="PeerError: worker 0 lost worker 1"),
     ):
-        pool.run(fails)
+        pool.run(fails, str(tmp_path / "noticed"))
 
 
 def several(rank):

@@ -289,9 +289,15 @@ def wall_resume(rank, decentralize):
     gossip = decentralize(model, optimizer, broadcast=False, **settings)
     model.load_state_dict(state[0])
     optimizer.load_state_dict(state[1])
+    load, lane, times = gossip._load, gossip.lanes[0], []
+
+    def noted(saved):
+        load(saved)
+        times.append(lane.timetable.next.time - lane.clock.start_at)  # the clock stands still until the call is over
+
+    gossip._load = noted
     gossip.load_state_dict(state[2])
-    first = gossip.lanes[0].timetable.next.time
-    began = gossip.lanes[0].clock.start_at
+    (ahead,) = times
     rounds = gossip.stats()["rounds"]
     assert rounds >= 60  # continues like the steps
     while gossip.stats()["rounds"] < rounds + 20:
@@ -301,7 +307,7 @@ def wall_resume(rank, decentralize):
     with gossip.averaged():
         mean = vector(model)
     gossip.close()
-    return first - began, grown, mean
+    return ahead, grown, mean
 
 
 def test_a_wall_clock_run_resumes_at_its_time(pools):
@@ -350,8 +356,9 @@ def test_no_exchange_is_made_before_its_time_when_an_earlier_state_is_loaded(poo
         assert torch.equal(mean, results[0][1])
 
 
-def pairing(rank, decentralize, step, seconds):
-    """Exchanges that take `seconds` (and what they really do) beside steps of `step` seconds."""
+def pairing(rank, decentralize, units):
+    """Exchanges that take `units` of time (and what they really do), or none at all: on a busy machine they may really
+    take longer than they should."""
     model = seeded(0, mlp)
     optimizer = adam(model)
     with decentralize(model, optimizer, topology="ring", algorithm="ad-psgd") as gossip:
@@ -361,30 +368,33 @@ def pairing(rank, decentralize, step, seconds):
         def slow(job):
             wait(job)
             if job.bucket == 0:
-                time.sleep(seconds)
-                job.finished = time.perf_counter()
+                time.sleep(units * lane.clock.unit)
+                job.finished = time.perf_counter() if units else 0.0
 
         lane._thread._await = slow
         while lane.timetable.trial is not None or gossip.stats()["rounds"] < 20:
             train(model, optimizer, rank, 1)
-            time.sleep(step)
+            time.sleep(0.01)
         state = gossip.state_dict()["lanes"][0]["rounds"]
         return lane.timetable.events.pairing, lane.timetable.events.first, state
 
 
 def test_pairing_switches_to_rounds_by_agreement_where_exchanges_last(pools):
-    long = pools(4).run(real, pairing, 0.01, 0.02)
+    long = pools(4).run(real, pairing, 2.0)
     assert [r[0] for r in long] == ["rounds"] * 4
     assert len({r[1] for r in long}) == 1
     assert long[0][2] is not None
-    short = pools(4).run(real, pairing, 0.1, 0.0)
+    short = pools(4).run(real, pairing, 0.0)
     assert [r[0] for r in short] == ["edges"] * 4
     assert short[0][2] is None
 
 
 def slow_start(rank, decentralize):
-    """The first steps take long, the others do not; what the user is warned of."""
+    """The first steps take long, until this worker has said how long, and the others do not; what the user is warned
+    of. They take long on a clock that is put forward: on a busy machine any step may take long."""
     before, clocks.LATER = clocks.LATER, 10
+    clock, passed = clocks.clock, [0.0]
+    clocks.clock = lambda: clock() + passed[0]
     model = seeded(0, mlp)
     optimizer = adam(model)
     try:
@@ -392,20 +402,22 @@ def slow_start(rank, decentralize):
             warnings.simplefilter("always")
             with decentralize(model, optimizer, topology="ring", algorithm="ad-psgd", rate=2.0) as gossip:
                 while not (units := gossip.stats()["unit_seconds_by_lane"]):
+                    if gossip.lanes[0].clock.said is None:
+                        passed[0] += 1000.0
                     train(model, optimizer, rank, 1)
-                    time.sleep(0.15)
+                    time.sleep(0.002)
                 unit = units[0]
                 for _ in range(35):
                     train(model, optimizer, rank, 1)
                     time.sleep(0.002)
     finally:
-        clocks.LATER = before
+        clocks.LATER, clocks.clock = before, clock
     return unit, [str(w.message) for w in caught if issubclass(w.category, gossamer.GossamerWarning)]
 
 
 def test_a_unit_that_slow_first_steps_made_too_long_is_told_once(pools):
     for rank, (unit, told) in enumerate(pools(2).run(real, slow_start)):
-        assert unit > 0.15
+        assert unit > 1000.0
         assert len(told) == 1
         assert told[0].startswith(f"worker {rank} took ")
         assert "exchanges per step instead of rate=2." in told[0]
@@ -414,7 +426,7 @@ def test_a_unit_that_slow_first_steps_made_too_long_is_told_once(pools):
 # -- leaving ------------------------------------------------------------------------------------------------------
 
 
-def ours(seconds=5):
+def ours(seconds=120):
     """Threads that are left when those that are on their way out have gone."""
     end = time.perf_counter() + seconds
     while (
@@ -426,7 +438,7 @@ def ours(seconds=5):
 
 def sockets(rank, settle_at=None):
     """Open sockets of this process; the kernel may take a moment to see the last ones closed."""
-    end = time.perf_counter() + 5
+    end = time.perf_counter() + 120
     while True:
         gc.collect()
         fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]

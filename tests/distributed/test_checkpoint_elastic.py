@@ -34,11 +34,9 @@ def loaded(folder):
 
 @pytest.mark.parametrize("victim", [None, 0])
 def test_living_members_save_and_all_workers_load(monkeypatch, tmp_path, victim):
-    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
+    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0) as made:
+        made.deaths = {} if victim is None else {victim: 10}
         workers = made.all(40, saved(tmp_path), pause=0.01)
-        if victim is not None:
-            workers[victim].until(10)
-            workers[victim].kill()
         results = finish([w for w in workers if w.rank != victim])
     steps = {step for step, _ in results}
     assert len(steps) == 1
@@ -48,7 +46,7 @@ def test_living_members_save_and_all_workers_load(monkeypatch, tmp_path, victim)
     assert (manifest.step, manifest.workers) == (40, 3 if victim is None else 2)
     for name, value in results[0][1].items():
         torch.testing.assert_close(model[name], value, rtol=1e-5, atol=1e-6)
-    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
+    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0) as made:
         results = finish(made.all(0, loaded(tmp_path)))
     for at, workers, taken, mean in results:
         assert (at, workers, taken) == (40, manifest.workers, 40)
@@ -59,7 +57,7 @@ def test_living_members_save_and_all_workers_load(monkeypatch, tmp_path, victim)
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_worker_that_dies_while_all_load_is_not_waited_for(monkeypatch, tmp_path, victim):
-    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
+    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0) as made:
         finish(made.all(10, saved(tmp_path)))
     load = loaded(tmp_path)
 
@@ -69,7 +67,7 @@ def test_a_worker_that_dies_while_all_load_is_not_waited_for(monkeypatch, tmp_pa
             time.sleep(3600)
         return load(gossip)
 
-    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, hard_deadline=20.0, timeout=3600.0) as made:
+    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, timeout=3600.0) as made:
         workers = made.all(3, end)
         results = finish([w for w in workers if w.rank != victim])
     assert [(at, count, steps) for at, count, steps, _ in results] == [(10, 3, 10)] * 2

@@ -15,13 +15,14 @@ from torch import nn
 from workers import QUICK_NAMES, process_group
 
 import gossamer
+from elastic import until
 from gossamer.checkpoint import consensus, files
 from policies import policies
 
 ROOT = Path(__file__).parents[2]
 
 
-def trained(rank, folder, steps, resume=False, broken=None, fail=None, timeout=20, **settings):
+def trained(rank, folder, steps, resume=False, broken=None, fail=None, timeout=250, **settings):
     """A plain training script; `broken` cannot write its part of step 2, `fail` raises in its loop after step 2."""
     torch.set_num_threads(1)
     with process_group(), warnings.catch_warnings(record=True) as warned:
@@ -109,9 +110,7 @@ def test_an_exception_on_one_worker_ends_all_and_leaves_the_last_checkpoint(tmp_
     answers = pools(2).run(error_of, tmp_path, 50, fail=1, timeout=30)
     assert answers[1][0] == "ZeroDivisionError"
     assert answers[0][0] is not None, "the other worker trained on without its neighbor"
-    deadline = time.monotonic() + 60
-    while not files.steps_in(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.02)  # the workers' threads complete what the loops have begun to save
+    until(lambda: files.steps_in(tmp_path))  # the workers' threads complete what the loops have begun to save
     assert files.steps_in(tmp_path)[0] == 2
     consensus(tmp_path)
 
@@ -160,7 +159,7 @@ def save_something_odd(rank, folder):
     with process_group():
         model = nn.Linear(5, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with gossamer.decentralize(model, optimizer, timeout=20) as gossip:
+        with gossamer.decentralize(model, optimizer, timeout=250) as gossip:
             checkpoints = gossamer.Checkpoints(folder)
             try:
                 checkpoints.save(gossip, model, optimizer, extra={"odd": object()} if rank == 1 else None)

@@ -2,13 +2,12 @@
 
 import random
 import threading
-import time
 
 import pytest
 import torch
 from torch import nn
 
-from elastic import finish, job, until
+from elastic import end_now, finish, job, until
 from gossamer.comm import Purpose
 from gossamer.comm.tcp.frame import Kind
 from gossamer.comm.tcp.link import Link
@@ -31,6 +30,12 @@ def still(made):
 
     made.make, made.train = make, train
     return [torch.cat([p.detach().flatten() for p in make(rank)[0].parameters()]) for rank in range(made.n)]
+
+
+def exchanged(workers, rounds):
+    """Wait until each of `workers` has made so many further exchanges."""
+    before = [w.gossip.stats()["rounds"] for w in workers]
+    until(lambda: all(w.gossip.stats()["rounds"] > k + rounds for w, k in zip(workers, before, strict=True)))
 
 
 def state(gossip):
@@ -68,15 +73,16 @@ def test_the_mean_is_conserved_although_connections_break(monkeypatch, algorithm
 
     with job(monkeypatch, 4, topology="ring", algorithm=algorithm, broadcast=False) as made:
         starts = still(made)
-        workers = made.all(400, state, pause=0.004)
+        workers = made.all(10**6, state, pause=0.004)
         for worker in workers:
             worker.until(20)
         monkeypatch.setattr(Link, "send", unreliable)
-        workers[0].until(300)
+        until(lambda: broken.count(0) > 5)
+        exchanged(workers, 10)
         monkeypatch.setattr(Link, "send", send)
-        results = finish(workers)
-    assert broken.count(0) > 2
-    assert all(stats["rounds"] > 10 and stats["members"] == [0, 1, 2, 3] for stats, _, _ in results)
+        exchanged(workers, 50)
+        results = end_now(workers)
+    assert all(stats["members"] == [0, 1, 2, 3] for stats, _, _ in results)
     torch.testing.assert_close(mean(results), aligned(torch.stack(starts).mean(0)), rtol=0, atol=1e-12)
     apart = torch.stack(starts)
     assert spread(results) < 0.5 * float((apart - apart.mean(0)).square().sum(1).mean().sqrt())
@@ -85,57 +91,60 @@ def test_the_mean_is_conserved_although_connections_break(monkeypatch, algorithm
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_others_continue_and_a_replacement_takes_both_copies(monkeypatch, algorithm):
     with job(monkeypatch, 4, topology="ring", algorithm=algorithm) as made:
-        workers = made.all(500, state, pause=0.01)
+        workers = made.all(10**6, state, pause=0.01)
         workers[0].until(40)
         workers[0].kill()
         others = workers[1:]
         until(lambda: all(w.gossip.stats()["members"] == [1, 2, 3] for w in others))
-        seen = [w.gossip.stats()["rounds"] for w in others]
-        until(lambda: all(w.gossip.stats()["rounds"] > k + 5 for w, k in zip(others, seen, strict=True)))
+        exchanged(others, 5)
         begun = min(w.gossip.stats()["steps"] for w in others)  # each worker has its own pace
-        replacement = made.start(0, 500, state, pause=0.01)
-        results = finish([replacement, *others])
+        replacement = made.start(0, 10**6, state, pause=0.01)
+        replacement.until(1)
+        members = [replacement, *others]
+        until(lambda: all(w.gossip.stats()["members"] == [0, 1, 2, 3] for w in members))
+        exchanged([replacement], 5)
+        results = end_now(members)
     assert replacement.started_at >= begun > 0
     for stats, x, x_tilde in results:
         assert stats["members"] == [0, 1, 2, 3]
         assert all(bool(torch.isfinite(v).all()) for v in x)
         assert (x_tilde is None) == (algorithm == "ad-psgd")
     assert results[0][0]["joined"]
-    assert results[0][0]["rounds"] > 5  # it exchanges
     assert results[0][0]["unit_seconds_by_lane"] == pytest.approx(results[1][0]["unit_seconds_by_lane"])
 
 
 def test_the_rates_follow_the_members(monkeypatch):
     with job(monkeypatch, 5, topology="ring", algorithm="a2cid2") as made:
-        workers = made.all(200, pause=0.01)
-        workers[4].until(20)
+        workers = made.all(10**6, pause=0.01)
+        for worker in workers:
+            worker.until(20)
         eta = workers[0].gossip.lanes[0].state.eta
         workers[4].kill()
         until(lambda: all(w.gossip.lanes[0].state.eta > eta for w in workers[:4]))  # a smaller ring mixes faster
         lane = workers[0].gossip.lanes[0]
         assert lane.schedule.topology.n == 4
         assert lane.timetable.events.ranks == (0, 1, 2, 3)
-        finish(workers[:4])
+        end_now(workers[:4])
 
 
 def test_a_neighbor_that_stands_still_is_skipped_and_nobody_waits(monkeypatch):
     """The communication thread of worker 2 stops answering, its heartbeats too."""
-    with job(monkeypatch, 4, topology="ring", algorithm="ad-psgd", soft_deadline=0.1, hard_deadline=30.0) as made:
-        workers = made.all(300, state, pause=0.005)
-        workers[2].until(30)
+    with job(monkeypatch, 4, topology="ring", algorithm="ad-psgd", soft_deadline=0.1) as made:
+        workers = made.all(10**6, state, pause=0.005)
+        until(lambda: all(w.gossip is not None and w.gossip.stats()["rounds"] > 5 for w in workers))
         lane = workers[2].gossip.lanes[0]
         lane._lock.acquire()  # neither its steps nor its events can go on
         try:
             at = [w.gossip.stats()["steps"] for w in workers]
             others = [w for w in workers if w.rank != 2]
             until(lambda: all(w.gossip.stats()["steps"] > at[w.rank] + 60 for w in others))
+            given_up = [w.gossip.stats()["given_up_exchanges"] for w in others]
+            until(lambda: sum(w.gossip.stats()["given_up_exchanges"] for w in others) > sum(given_up))
+            exchanged(workers[:1], 15)  # with worker 1, or 3, which answer
             assert all(w.gossip.stats()["members"] == [0, 1, 2, 3] for w in others)
-            assert sum(w.gossip.stats()["given_up_exchanges"] for w in others) > 0
-            rounds = workers[0].gossip.stats()["rounds"]
-            assert rounds > 20  # with worker 1, or 3, which answer
         finally:
             lane._lock.release()
-        finish(workers)
+        end_now(workers)
 
 
 def test_max_staleness_does_not_wait_for_the_dead(monkeypatch):
@@ -149,7 +158,7 @@ def test_max_staleness_does_not_wait_for_the_dead(monkeypatch):
 def test_max_staleness_does_not_wait_for_the_dead_although_the_directory_is_gone(monkeypatch):
     """They stay members. Worker 0 has no exchanges with worker 2, workers 1 and 3 have."""
     options = {"topology": "ring", "algorithm": "ad-psgd", "max_staleness": 5}
-    with job(monkeypatch, 4, soft_deadline=0.2, hard_deadline=2.0, **options) as made:
+    with job(monkeypatch, 4, soft_deadline=0.2, **options) as made:
         workers = made.all(100000, pause=0.005)
         for worker in workers:
             worker.until(20)
@@ -159,15 +168,13 @@ def test_max_staleness_does_not_wait_for_the_dead_although_the_directory_is_gone
         for worker in others:
             worker.until(worker.gossip.stats()["steps"] + 30)
         assert all(w.gossip.stats()["members"] == [0, 1, 2, 3] for w in others)
-        for worker in others:
-            worker.steps = 0
-        finish(others)
+        end_now(others)
 
 
 def test_a_worker_that_was_dropped_while_it_was_held_back_joins_again(monkeypatch):
     """It hears of nobody's steps any more, and joins after a step of its own."""
     options = {"topology": "ring", "algorithm": "ad-psgd", "max_staleness": 5}
-    with job(monkeypatch, 3, soft_deadline=5.0, hard_deadline=20.0, **options) as made:
+    with job(monkeypatch, 3, soft_deadline=5.0, **options) as made:
         workers = made.all(100000, pause=0.005)
         for worker in workers:
             worker.until(20)
@@ -187,9 +194,7 @@ def test_a_worker_that_was_dropped_while_it_was_held_back_joins_again(monkeypatc
         until(lambda: all(w.gossip.stats()["members"] == [0, 1, 2] for w in workers))
         for worker in workers:
             worker.until(worker.gossip.stats()["steps"] + 20)
-        for worker in workers:
-            worker.steps = 0
-        finish(workers)
+        end_now(workers)
 
 
 def test_collective_calls_cover_the_members(monkeypatch):
@@ -200,9 +205,8 @@ def test_collective_calls_cover_the_members(monkeypatch):
         return first, center, gossip.met.ranks
 
     with job(monkeypatch, 4, topology="ring", algorithm="a2cid2") as made:
+        made.deaths[3] = 30
         workers = made.all(80, end, pause=0.01)
-        workers[3].until(30)
-        workers[3].kill()
         results = finish(workers[:3])
     for distance, center, ranks in results:
         assert ranks == (0, 1, 2)
@@ -211,7 +215,7 @@ def test_collective_calls_cover_the_members(monkeypatch):
 
 
 def test_a_worker_that_was_dropped_joins_again(monkeypatch):
-    with job(monkeypatch, 3, topology="ring", algorithm="a2cid2", soft_deadline=0.1, hard_deadline=1.0) as made:
+    with job(monkeypatch, 3, topology="ring", algorithm="a2cid2", soft_deadline=0.1) as made:
         workers = made.all(100000, pause=0.01)
         for worker in workers:
             worker.until(20)
@@ -222,22 +226,12 @@ def test_a_worker_that_was_dropped_joins_again(monkeypatch):
             workers[peer].gossip.members._hurry.set()
         until(lambda: gossip.members.me.incarnation != incarnation and not gossip.members.excluded)
         until(lambda: all(w.gossip.stats()["members"] == [0, 1, 2] for w in workers))
-        rounds = gossip.stats()["rounds"]
-        until(lambda: gossip.stats()["rounds"] > rounds + 5)
-        for worker in workers:
-            worker.steps = 0
-        finish(workers)
+        exchanged(workers[1:2], 5)
+        end_now(workers)
 
 
 def test_threads_are_gone_after_close(monkeypatch):
     with job(monkeypatch, 3, topology="ring", algorithm="ad-psgd") as made:
         before = {t.name for t in threading.enumerate()}
         finish(made.all(30, pause=0.005))
-        deadline = time.monotonic() + 20
-
-        def left():
-            return {t.name for t in threading.enumerate() if t.name.startswith("gossamer")} - before
-
-        while left() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not left()
+        until(lambda: not {t.name for t in threading.enumerate() if t.name.startswith("gossamer")} - before)

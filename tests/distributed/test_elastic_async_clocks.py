@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from elastic import finish, job, until
+from elastic import end_now, job, until
 
 PAUSE = 0.3  # seconds of a step
 SOFT = 0.15  # seconds that a worker waits for a partner
@@ -22,12 +22,6 @@ def mixes_again(workers, exchanges):
     until(done)
 
 
-def end(workers):
-    for worker in workers:
-        worker.steps = 0
-    finish(workers)
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_newcomer_exchanges_with_all_of_its_neighbors(monkeypatch, algorithm):
     with job(monkeypatch, 4, topology="ring", algorithm=algorithm, soft_deadline=SOFT) as made:
@@ -41,7 +35,7 @@ def test_a_newcomer_exchanges_with_all_of_its_neighbors(monkeypatch, algorithm):
         members = [newcomer, *others]
         until(lambda: all(w.gossip.stats()["members"] == [0, 1, 2, 3] for w in members))
         mixes_again(members, 8)
-        end(members)
+        end_now(members)
 
 
 def test_workers_that_enter_a_collective_call_at_different_times_exchange_after_it(monkeypatch):
@@ -60,11 +54,11 @@ def test_workers_that_enter_a_collective_call_at_different_times_exchange_after_
         for worker in workers:
             worker.until(14)
         mixes_again(workers, 8)
-        end(workers)
+        end_now(workers)
 
 
 def test_a_worker_that_stood_still_exchanges_with_the_others_again(monkeypatch):
-    with job(monkeypatch, 3, topology="ring", algorithm="ad-psgd", soft_deadline=SOFT, hard_deadline=60.0) as made:
+    with job(monkeypatch, 3, topology="ring", algorithm="ad-psgd", soft_deadline=SOFT) as made:
         workers = made.all(10**6, pause=PAUSE)
         workers[0].until(12)
         lane = workers[1].gossip.lanes[0]
@@ -72,4 +66,4 @@ def test_a_worker_that_stood_still_exchanges_with_the_others_again(monkeypatch):
             at = workers[0].gossip.stats()["steps"]
             workers[0].until(at + 8)
         mixes_again(workers, 8)
-        end(workers)
+        end_now(workers)

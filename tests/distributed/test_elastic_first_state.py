@@ -4,9 +4,10 @@ import threading
 
 import torch
 
-from elastic import finish, job, until
+from elastic import PATIENCE, end_now, job, until
 from gossamer.comm.tcp import Ask
 from gossamer.comm.tcp.links import LinkTable
+from gossamer.comm.tcp.liveness import Liveness
 from gossamer.engine.elastic import state_transfer
 from gossamer.engine.elastic.state_transfer import StateTransfer
 
@@ -17,9 +18,7 @@ def mean(gossip):
 
 
 def end(workers):
-    for worker in workers:
-        worker.steps = 0
-    values = finish(workers)
+    values = end_now(workers)
     assert all(torch.equal(value, values[0]) for value in values)
 
 
@@ -36,7 +35,7 @@ def test_rank_0_dies_before_any_other_worker_has_its_state(monkeypatch):
         return broadcast(self, members, record)
 
     monkeypatch.setattr(StateTransfer, "broadcast", dying)
-    with job(monkeypatch, 4, topology="ring", soft_deadline=5.0, hard_deadline=20.0, timeout=3600.0) as made:
+    with job(monkeypatch, 4, topology="ring", soft_deadline=5.0, timeout=3600.0) as made:
         workers = made.all(100_000, mean, pause=0.005)
         others = workers[1:]
         for worker in others:
@@ -66,10 +65,14 @@ def test_rank_0_stands_still_before_any_other_worker_has_its_state(monkeypatch):
             assert go.wait(300)
         serve(self, connection, ask)
 
+    def hard_deadline(self, peer):
+        return PATIENCE if peer.rank or go.is_set() else 3.0  # only worker 0 is dropped
+
     monkeypatch.setattr(StateTransfer, "broadcast", stopped)
     monkeypatch.setattr(StateTransfer, "serve", served)
     monkeypatch.setattr(state_transfer, "SILENCE", 0.5)
-    with job(monkeypatch, 3, topology="ring", soft_deadline=1.0, hard_deadline=3.0, timeout=3600.0) as made:
+    monkeypatch.setattr(Liveness, "hard_deadline", hard_deadline)
+    with job(monkeypatch, 3, topology="ring", soft_deadline=1.0, timeout=3600.0) as made:
         zero = made.start(0, 100_000, mean, pause=0.005)
         others = [made.start(rank, 100_000, mean, pause=0.005) for rank in (1, 2)]
         for worker in others:
@@ -103,7 +106,7 @@ def test_a_founder_waits_for_a_parent_that_gives_signs(monkeypatch):
     monkeypatch.setattr(LinkTable, "fetch", fetched)
     monkeypatch.setattr(state_transfer, "SIGN", 0.01)
     monkeypatch.setattr(state_transfer, "send_sign", counted)
-    with job(monkeypatch, 4, topology="ring", soft_deadline=5.0, hard_deadline=20.0, timeout=3600.0) as made:
+    with job(monkeypatch, 4, topology="ring", soft_deadline=5.0, timeout=3600.0) as made:
         workers = made.all(100_000, mean, pause=0.005)
         until(lambda: len(signs) > 100)
         go.set()

@@ -5,13 +5,13 @@ import threading
 
 import pytest
 
-from elastic import finish, job, until
+from elastic import PATIENCE, end_now, finish, job, until
 from gossamer import GossamerError, GossamerWarning, HostedDirectory
 from gossamer.comm import PeerError
 from gossamer.engine.elastic.coordinator import ElasticCoordinator
 from gossamer.engine.elastic.state_transfer import StateTransfer
 
-OPTIONS = {"topology": "ring", "soft_deadline": 0.5, "hard_deadline": 20.0, "timeout": 3600.0}
+OPTIONS = {"topology": "ring", "soft_deadline": 0.5, "timeout": 3600.0}
 
 
 @pytest.fixture
@@ -48,9 +48,7 @@ def impatient(worker, seconds=0.5):
 def end(workers, *members):
     """Let all workers come to their end, once all know that `members` are there, if any are given."""
     until(lambda: not members or all(w.gossip.members.record.ranks == members for w in workers))
-    for worker in workers:
-        worker.steps = 0
-    return finish(workers)
+    return end_now(workers)
 
 
 def met(gossip):
@@ -73,6 +71,7 @@ def test_a_dropped_worker_whose_only_other_member_is_gone_goes_on(monkeypatch, a
         steps = workers[1].gossip.stats()["steps"]
         away.clear()
         until(lambda: workers[1].gossip.stats()["members"] == [1])
+        impatient(workers[1], PATIENCE)
         workers[1].until(steps + 5)
         replacement = made.start(0, 100_000, met, pause=0.005)
         replacement.until(steps + 5)
@@ -88,6 +87,9 @@ def test_of_two_dropped_workers_one_goes_on_and_the_other_joins_it(monkeypatch, 
             impatient(worker)
         workers[0].kill()
         away.clear()
+        until(lambda: all(0 not in w.gossip.stats()["members"] for w in workers[1:]))  # one of them goes on
+        for worker in workers[1:]:
+            impatient(worker, PATIENCE)
         assert end(workers[1:], 1, 2) == [((1, 2), False)] * 2
 
 

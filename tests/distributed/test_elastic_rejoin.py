@@ -7,20 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from elastic import finish, job, until
+from elastic import end_now, job, until
 from gossamer.comm import Purpose
+from gossamer.comm.tcp import Membership
 from gossamer.comm.tcp.frame import Kind
 from gossamer.comm.tcp.link import Link
 from gossamer.engine.elastic import state_transfer
 from gossamer.engine.elastic.coordinator import ElasticCoordinator
 from gossamer.engine.elastic.event_thread import ElasticEventThread
 from gossamer.engine.elastic.state_transfer import StateTransfer
-
-
-def end(workers):
-    for worker in workers:
-        worker.steps = 0
-    finish(workers)
 
 
 def declare_dead(workers, rank):
@@ -32,7 +27,7 @@ def declare_dead(workers, rank):
 
 
 def test_a_donation_does_not_change_with_later_events(monkeypatch):
-    with job(monkeypatch, 2, topology="ring", algorithm="a2cid2", soft_deadline=5.0, hard_deadline=20.0) as made:
+    with job(monkeypatch, 2, topology="ring", algorithm="a2cid2", soft_deadline=5.0) as made:
         workers = made.all(100000, pause=0.005)
         workers[0].until(10)
         lane = workers[0].gossip.lanes[0]
@@ -45,7 +40,7 @@ def test_a_donation_does_not_change_with_later_events(monkeypatch):
             for x in lane.state.x_tilde:
                 x.sub_(1.0)
         assert changed
-        end(workers)
+        end_now(workers)
 
 
 def test_an_event_in_flight_ends_before_another_state_is_taken(monkeypatch):
@@ -68,7 +63,7 @@ def test_an_event_in_flight_ends_before_another_state_is_taken(monkeypatch):
     armed = []
     monkeypatch.setattr(ElasticEventThread, "_both_done", slowly)
     monkeypatch.setattr(StateTransfer, "fetch", watched)
-    with job(monkeypatch, 3, topology="ring", algorithm="a2cid2", soft_deadline=5.0, hard_deadline=20.0) as made:
+    with job(monkeypatch, 3, topology="ring", algorithm="a2cid2", soft_deadline=5.0) as made:
         workers = made.all(100000, pause=0.005)
         for worker in workers:
             worker.until(20)
@@ -81,7 +76,7 @@ def test_an_event_in_flight_ends_before_another_state_is_taken(monkeypatch):
         until(lambda: fetched)
         assert fetched[0] is False, "the event would have added what it received to the new state"
         until(lambda: not workers[1].gossip.members.excluded and lane.timetable.limit is None)
-        end(workers)
+        end_now(workers)
 
 
 def test_a_worker_that_was_away_goes_on_with_the_events_of_the_others(monkeypatch):
@@ -90,7 +85,7 @@ def test_a_worker_that_was_away_goes_on_with_the_events_of_the_others(monkeypatc
     monkeypatch.setattr(
         ElasticCoordinator, "_join_again", lambda self, lanes: None if away.is_set() else join(self, lanes)
     )
-    with job(monkeypatch, 3, topology="ring", algorithm="ad-psgd", soft_deadline=0.2, hard_deadline=20.0) as made:
+    with job(monkeypatch, 3, topology="ring", algorithm="ad-psgd", soft_deadline=0.2) as made:
         workers = made.all(100000, pause=0.005)
         for worker in workers:
             worker.until(20)
@@ -105,7 +100,7 @@ def test_a_worker_that_was_away_goes_on_with_the_events_of_the_others(monkeypatc
         lost, rounds = gossip.stats()["lost_exchanges"], gossip.stats()["rounds"]
         until(lambda: gossip.stats()["rounds"] > rounds + 5)
         assert gossip.stats()["lost_exchanges"] - lost < 200  # of 400 that have passed
-        end(workers)
+        end_now(workers)
 
 
 def test_a_replacement_waits_for_donors_that_are_in_a_long_step(monkeypatch):
@@ -117,7 +112,7 @@ def test_a_replacement_waits_for_donors_that_are_in_a_long_step(monkeypatch):
 
     monkeypatch.setattr(state_transfer, "SIGN", 0.01)
     monkeypatch.setattr(state_transfer, "send_sign", counted)
-    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, hard_deadline=20.0, timeout=300.0) as made:
+    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, timeout=300.0) as made:
         workers = made.all(100000, pause=0.005)
         for worker in workers:
             worker.until(20)
@@ -135,13 +130,13 @@ def test_a_replacement_waits_for_donors_that_are_in_a_long_step(monkeypatch):
         replacement.until(10)
         assert replacement.gossip.joined
         assert replacement.gossip.members.deadlines.learned() is not None
-        end([*others, replacement])
+        end_now([*others, replacement])
 
 
 def test_a_donor_that_leaves_lets_the_replacement_ask_somebody_else(monkeypatch):
     """Both with a connection that it has accepted, and with one that comes while it leaves."""
     monkeypatch.setattr(state_transfer, "SIGN", 0.01)
-    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, hard_deadline=20.0, timeout=300.0) as made:
+    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, timeout=300.0) as made:
         workers = made.all(100000, pause=0.005)
         for worker in workers:
             worker.until(5)
@@ -155,7 +150,7 @@ def test_a_donor_that_leaves_lets_the_replacement_ask_somebody_else(monkeypatch)
         replacement.until(10)
         transfer._closed.clear()
         workers[0].frozen.clear()
-        end([*workers[:2], replacement])
+        end_now([*workers[:2], replacement])
 
 
 def test_a_message_that_never_comes_holds_an_event_up_but_not_those_after_it(monkeypatch):
@@ -171,7 +166,8 @@ def test_a_message_that_never_comes_holds_an_event_up_but_not_those_after_it(mon
 
     armed = []
     monkeypatch.setattr(Link, "send", misdirected)
-    with job(monkeypatch, 2, topology="ring", algorithm="ad-psgd", soft_deadline=0.2, hard_deadline=2.0) as made:
+    monkeypatch.setattr(Membership, "hard_deadline", lambda self, rank: 2.0)  # that of waits
+    with job(monkeypatch, 2, topology="ring", algorithm="ad-psgd", soft_deadline=0.2) as made:
         workers = made.all(100000, pause=0.005)
         for worker in workers:
             worker.until(20)
@@ -180,7 +176,7 @@ def test_a_message_that_never_comes_holds_an_event_up_but_not_those_after_it(mon
         until(lambda: all(w.gossip.lanes[0].k > lost[0] + 1 for w in workers))
         rounds = [w.gossip.stats()["rounds"] for w in workers]
         until(lambda: all(w.gossip.stats()["rounds"] > k + 5 for w, k in zip(workers, rounds, strict=True)))
-        end(workers)
+        end_now(workers)
 
 
 @pytest.mark.parametrize("algorithm", ["ad-psgd", "a2cid2"])
@@ -205,7 +201,7 @@ def test_asynchronous_messages_that_make_no_sense_harm_nobody(monkeypatch, algor
             header = replace(header, **{field: other[field]})
         send(link, header, payload, given_up)
 
-    with job(monkeypatch, 3, topology="ring", algorithm=algorithm, soft_deadline=0.2, hard_deadline=20.0) as made:
+    with job(monkeypatch, 3, topology="ring", algorithm=algorithm, soft_deadline=0.2) as made:
         workers = made.all(100000, pause=0.005)
         armed, buckets = [], -1
         for worker in workers:
@@ -240,5 +236,5 @@ def test_asynchronous_messages_that_make_no_sense_harm_nobody(monkeypatch, algor
         assert "worker 1: the step counts of event" in " ".join(w.gossip.stats()["last_refusal"] for w in workers)
         rounds = [w.gossip.stats()["rounds"] for w in workers]
         until(lambda: all(w.gossip.stats()["rounds"] > k + 5 for w, k in zip(workers, rounds, strict=True)))
-        end(workers)
+        end_now(workers)
     assert not failures, failures[0]

@@ -70,23 +70,26 @@ def test_different_calls_are_named_and_training_can_continue(pools, first, secon
         assert torch.equal(mean, results[0][3])
 
 
-def death_in_a_collective(rank, decentralize, who):
+def death_in_a_collective(rank, decentralize, who, folder):
     """All workers but `who` are in averaged() with nothing in flight to it when it dies."""
     model = seeded(0, mlp)
     optimizer = sgd(model)
-    gossip = decentralize(model, optimizer, topology="complete", timeout=25, algorithm="atc")
+    gossip = decentralize(model, optimizer, topology="complete", algorithm="atc")
     for step in range(3):
         loss_of(model, rank, step).backward()
         optimizer.step()
         optimizer.zero_grad()
+    Path(folder, str(rank)).touch()
     if rank == who:
+        while len(list(Path(folder).iterdir())) < 3:
+            time.sleep(0.05)
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     return caught(lambda: average(gossip)), caught(gossip.close)
 
 
-def test_a_death_is_noticed_by_workers_that_wait_in_a_collective_call(parents):
-    results = parents.run(in_child, death_in_a_collective, 2, timeout=300)
+def test_a_death_is_noticed_by_workers_that_wait_in_a_collective_call(parents, tmp_path):
+    results = parents.run(in_child, death_in_a_collective, 2, str(tmp_path), timeout=300)
     assert results[2] == ("exit", -signal.SIGKILL)
     for outcome, errors in results[:2]:
         assert outcome == "returned"
@@ -97,7 +100,8 @@ def test_a_death_is_noticed_by_workers_that_wait_in_a_collective_call(parents):
 
 def close_after_failure(rank, decentralize, flag):
     model = seeded(0, mlp)
-    gossip = decentralize(model, sgd(model), timeout=4)
+    gossip = decentralize(model, sgd(model))
+    gossip.coordinator._barrier._timeout = 2.0
     if rank == 0:
         errors = caught(lambda: average(gossip)), caught(gossip.close)
         Path(flag).touch()
@@ -111,8 +115,8 @@ def close_after_failure(rank, decentralize, flag):
 def test_close_after_a_failed_collective_call_respects_the_timeout(pools, tmp_path):
     failed, closed = pools(2).run(real, close_after_failure, str(tmp_path / "closed"))[0]
     assert failed[0] == closed[0] == "PeerError"
-    assert "worker 0 is in averaged() but worker(s) 1 did not call it within 4 s" in failed[1]
-    assert "worker 0 is in close() but worker(s) 1 did not call it within 4 s" in closed[1]
+    assert "worker 0 is in averaged() but worker(s) 1 did not call it within 2 s" in failed[1]
+    assert "worker 0 is in close() but worker(s) 1 did not call it within 2 s" in closed[1]
 
 
 def sockets():

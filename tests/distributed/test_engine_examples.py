@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from workers import QUICK_NAMES
+from workers import QUICK_NAMES, undisturbed
 
 from gossamer.lab.workers.placement import Node, reserved_port
 
@@ -106,12 +106,15 @@ def test_the_gan_learns_with_two_optimizers(pools):
 
 
 def test_a_slow_worker_takes_fewer_steps(pools):
-    printed = pools(4).run(call_example, "asynchronous", {"steps": 120, "seconds": 0.02})[0]
-    steps = [int(text) for text in re.findall(r"\d+", printed.split(";")[0])]
-    assert len(steps) == 4
-    assert 120 <= sum(steps) < 140
-    assert steps[0] < min(steps[1:])
-    assert number(printed, "test loss") < number(printed, "at the start") / 2
+    def attempt(k):
+        printed = pools(4).run(call_example, "asynchronous", {"steps": 120, "seconds": 0.02})[0]
+        steps = [int(text) for text in re.findall(r"\d+", printed.split(";")[0])]
+        assert len(steps) == 4
+        assert 120 <= sum(steps) < 140
+        assert steps[0] < min(steps[1:])
+        assert number(printed, "test loss") < number(printed, "at the start") / 2
+
+    undisturbed(attempt)
 
 
 def test_own_topologies_are_used(pools):
@@ -121,30 +124,34 @@ def test_own_topologies_are_used(pools):
 
 
 def test_the_trace_names_the_late_worker(pools, tmp_path):
-    printed = pools(4).run(call_example, "tracing", {"steps": 20, "out": tmp_path})[0]
-    assert printed.startswith("20 steps of ")
-    assert "waited for worker 1" in printed
-    assert (tmp_path / "trace.json").stat().st_size > 1000
+    def attempt(k):
+        out = tmp_path / str(k)
+        printed = pools(4).run(call_example, "tracing", {"steps": 20, "out": out})[0]
+        assert printed.startswith("20 steps of ")
+        assert "waited for worker 1" in printed
+        assert (out / "trace.json").stat().st_size > 1000
+
+    undisturbed(attempt)
 
 
 def test_an_elastic_job_replaces_a_killed_worker():
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "elastic.py"), "--steps", "900"],
+        [sys.executable, str(EXAMPLES / "elastic.py"), "--steps", "1800"],
         capture_output=True,
         text=True,
         timeout=300,
         env={**os.environ, **QUICK_NAMES, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    ended = dict(re.findall(r"worker (\d): steps (\d+) to 900", done.stdout))
+    ended = dict(re.findall(r"worker (\d): steps (\d+) to 1800", done.stdout))
     assert sorted(ended) == ["0", "1", "2", "3"], done.stdout
     assert ended["1"] == ended["2"] == ended["3"] == "0"
-    assert int(ended["0"]) >= 225  # it joined where the others were
+    assert int(ended["0"]) >= 450  # it joined where the others were
 
 
 def test_a_worker_that_is_asked_to_leave_leaves_and_is_replaced():
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "leaving.py"), "--steps", "900"],
+        [sys.executable, str(EXAMPLES / "leaving.py"), "--steps", "1800"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -153,10 +160,10 @@ def test_a_worker_that_is_asked_to_leave_leaves_and_is_replaced():
     assert done.returncode == 0, done.stderr[-3000:]
     left = re.search(r"worker 1: steps 0 to (\d+), left\nworker 1 ended with code 143", done.stdout)
     assert left, done.stdout
-    ended = dict(re.findall(r"worker (\d): steps (\d+) to 900, done", done.stdout))
+    ended = dict(re.findall(r"worker (\d): steps (\d+) to 1800, done", done.stdout))
     assert sorted(ended) == ["0", "1", "2"], done.stdout
     assert ended["0"] == ended["2"] == "0"
-    assert int(ended["1"]) >= int(left[1]) >= 225
+    assert int(ended["1"]) >= int(left[1]) >= 450
 
 
 def test_workers_that_are_all_asked_to_leave_save_together_and_continue_later(tmp_path):

@@ -193,9 +193,10 @@ def test_the_same_first_batch_everywhere_is_noticed_by_worker_0(pools):
 def averaged_alone(rank, decentralize, flag):
     model = seeded(0, mlp)
     optimizer = sgd(model)
-    with decentralize(model, optimizer, timeout=6):
+    with decentralize(model, optimizer):
         pass
-    gossip = decentralize(model, optimizer, timeout=6)
+    gossip = decentralize(model, optimizer)
+    gossip.coordinator._barrier._timeout = 2.0  # not that of exchanges, in which a busy worker may be late
     try:
         for step in range(3):
             loss_of(model, rank, step).backward()
@@ -217,7 +218,7 @@ def test_averaged_on_one_worker_only(pools, tmp_path):
     assert errors[1:] == [None, None]
     kind, said = errors[0]
     assert kind == "PeerError"
-    assert "worker 0 is in averaged() but worker(s) 1, 2 did not call it within 6 s" in said
+    assert "worker 0 is in averaged() but worker(s) 1, 2 did not call it within 2 s" in said
     assert "make it on every worker" in said
 
 
@@ -253,7 +254,7 @@ def in_child(rank, scenario, *args):
 def death(rank, decentralize, who, topology, transport):
     model = seeded(0, mlp)
     optimizer = sgd(model)
-    with decentralize(model, optimizer, topology=topology, transport=transport, timeout=8):
+    with decentralize(model, optimizer, topology=topology, transport=transport):
         for step in range(6):
             loss_of(model, rank, step).backward()
             if rank == who and step == 3:
@@ -265,7 +266,7 @@ def death(rank, decentralize, who, topology, transport):
 @pytest.mark.parametrize("who", [2, 0])
 @pytest.mark.parametrize(("topology", "transport"), [("complete", "gloo"), ("ring", "gloo"), ("ring", "tcp")])
 def test_a_peer_that_dies_is_named(parents, who, topology, transport):
-    results = parents.run(in_child, death, who, topology, transport, timeout=40)
+    results = parents.run(in_child, death, who, topology, transport, timeout=300)
     assert results[who] == ("exit", 7)
     others = [r for rank, r in enumerate(results) if rank != who]
     assert [kind for kind, *_ in others] == ["PeerError"] * 2, others

@@ -3,8 +3,8 @@
 import json
 import os
 import signal
-import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +13,13 @@ import pytest
 from gossamer import Checkpoints, GossamerError
 from gossamer.checkpoint.files import read_manifest
 from gossamer.cli import main
-from gossamer.jobs.elastic import _watch_over
+from gossamer.jobs import elastic
+from gossamer.jobs.elastic import _watch_over, run_member
 from gossamer.jobs.events import RunEvents
 from gossamer.lab import WorkerPool
 from gossamer.recipes.config import make_config
+from gossamer.recipes.metrics import Metrics
+from gossamer.recipes.run import read_config
 
 TRAIN = "train vision --workers 3 --per-node 3 --method dadam:aer --on-failure continue --json"
 
@@ -25,41 +28,48 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def kill_after(pool: WorkerPool, folder: Path, ranks: int | range, steps: int, number: int = signal.SIGKILL) -> None:
-    """kill -9, or another signal, once these workers have done so many steps."""
-    ranks = [ranks] if isinstance(ranks, int) else ranks
-    paths = [folder / f"metrics-{rank:05d}.jsonl" for rank in ranks]
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if all(path.exists() and len(rows(path)) >= steps for path in paths):
-            for rank in ranks:
-                worker = pool.current(rank)
-                assert worker is not None
-                os.kill(worker.pid, number)
+def member(rank, folder, resume, *, signals, replacement):
+    """`run_member` of a worker that gets a signal after a step. If it is replaced, the others take their time until
+    then: on a busy machine they would have done all steps before the replacement has joined."""
+    joined, write, signals = Path(folder).parent / "joined", Metrics.write, list(signals)
+    replaced = read_config(Path(folder))[0].max_replacements > 0 and bool(signals)
+    least = min((step for _, step, _ in signals), default=0)
+
+    def written(self, row):
+        write(self, row)
+        if "loss" not in row:
             return
-        time.sleep(0.02)
+        if replacement:
+            joined.touch()
+        for due in [] if replacement else [s for s in signals if rank in s[0] and row["step"] >= s[1]]:
+            signals.remove(due)
+            os.kill(os.getpid(), due[2])
+        if replaced and row["step"] > least and not joined.exists():
+            time.sleep(0.5)
+
+    Metrics.write = written
+    return run_member(rank, folder, resume)
 
 
 @pytest.fixture
 def kills(monkeypatch):
-    """Have workers killed: append (folder, rank or ranks, steps[, signal]) before the command is called."""
+    """Have workers killed: append (rank or ranks, step[, signal]) before the command is called."""
     wanted = []
     start = WorkerPool.start
 
-    def watched(self, rank, fn, *args, **kwargs):
-        worker = start(self, rank, fn, *args, **kwargs)
-        if worker.generation == 0 and rank == len(self.specs) - 1:  # the last of the gang
-            for folder, *how in wanted:
-                threading.Thread(target=kill_after, args=(self, folder, *how), daemon=True).start()
-        return worker
+    def watched(self, rank, fn, *args):
+        signals = [([r] if isinstance(r, int) else list(r), step, *how) for r, step, *how in wanted]
+        signals = [s if len(s) == 3 else (*s, signal.SIGKILL) for s in signals]
+        return start(self, rank, partial(fn, signals=signals, replacement=self.current(rank) is not None), *args)
 
     monkeypatch.setattr(WorkerPool, "start", watched)
+    monkeypatch.setattr(elastic, "run_member", member)
     return wanted
 
 
 def test_a_dead_worker_is_replaced_and_the_run_ends_as_planned(tmp_path, kills, capsys):
     folder = tmp_path / "run"
-    kills.append((folder, 0, 5))
+    kills.append((0, 5))
     assert main([*TRAIN.split(), "--steps", "150", "--eval-every", "50", "--out", str(folder)]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
@@ -84,7 +94,7 @@ def test_a_dead_worker_is_replaced_and_the_run_ends_as_planned(tmp_path, kills, 
 @pytest.mark.parametrize("method", ["ad-psgd:ring", "a2cid2:ring"])
 def test_a_dead_worker_of_an_asynchronous_run_is_replaced(tmp_path, kills, capsys, method):
     folder = tmp_path / "run"
-    kills.append((folder, 1, 5))
+    kills.append((1, 5))
     words = TRAIN.replace("dadam:aer", method).split()
     assert main([*words, "--steps", "900", "--eval-every", "900", "--out", str(folder)]) == 0
     out, err = capsys.readouterr()
@@ -99,7 +109,7 @@ def test_a_dead_worker_of_an_asynchronous_run_is_replaced(tmp_path, kills, capsy
 
 def test_a_worker_that_gets_sigterm_leaves_in_good_order_and_is_replaced(tmp_path, kills, capsys):
     folder = tmp_path / "run"
-    kills.append((folder, 1, 5, signal.SIGTERM))
+    kills.append((1, 5, signal.SIGTERM))
     assert main([*TRAIN.split(), "--steps", "150", "--eval-every", "50", "--out", str(folder)]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
@@ -115,8 +125,8 @@ def test_a_worker_that_gets_sigterm_leaves_in_good_order_and_is_replaced(tmp_pat
 
 def test_the_last_worker_that_gets_sigterm_saves_a_checkpoint(tmp_path, kills, capsys):
     folder = tmp_path / "run"
-    kills.append((folder, 0, 3, signal.SIGKILL))
-    kills.append((folder, 1, 400, signal.SIGTERM))
+    kills.append((0, 3, signal.SIGKILL))
+    kills.append((1, 400, signal.SIGTERM))
     command = "train vision --workers 2 --per-node 2 --method dadam:ring --on-failure continue --json --steps 100000"
     assert main([*command.split(), "--eval-every", "0", "--max-replacements", "0", "--out", str(folder)]) == 130
     out, err = capsys.readouterr()
@@ -129,7 +139,7 @@ def test_the_last_worker_that_gets_sigterm_saves_a_checkpoint(tmp_path, kills, c
 
 def test_workers_that_all_get_sigterm_save_a_checkpoint_together_and_resume(tmp_path, kills, capsys):
     folder = tmp_path / "run"
-    kills.append((folder, range(3), 20, signal.SIGTERM))
+    kills.append((range(3), 20, signal.SIGTERM))
     command = [*TRAIN.split(), "--steps", "100000", "--eval-every", "0", "--max-replacements", "0"]
     assert main([*command, "--out", str(folder)]) == 130
     out, err = capsys.readouterr()
@@ -148,7 +158,7 @@ def test_workers_that_all_get_sigterm_save_a_checkpoint_together_and_resume(tmp_
 
 def test_without_replacements_the_other_workers_continue_and_evaluate(tmp_path, kills, capsys):
     folder = tmp_path / "run"
-    kills.append((folder, 0, 3))
+    kills.append((0, 3))
     assert (
         main([*TRAIN.split(), "--steps", "20", "--eval-every", "10", "--max-replacements", "0", "--out", str(folder)])
         == 0
@@ -165,7 +175,7 @@ def test_without_replacements_the_other_workers_continue_and_evaluate(tmp_path, 
 
 def test_a_run_that_lost_a_worker_is_saved_and_resumed(tmp_path, kills, capsys):
     folder = tmp_path / "run"
-    kills.append((folder, 1, 12))
+    kills.append((1, 12))
     command = [*TRAIN.split(), "--steps", "60", "--eval-every", "25", "--checkpoint-every", "10", "--max-replacements"]
     assert main([*command, "0", "--out", str(folder)]) == 0
     capsys.readouterr()

@@ -8,7 +8,7 @@ import torch
 from workers import decentralize, loss_of, mlp, process_group, seeded, vector
 
 import gossamer
-from elastic import finish, job
+from elastic import PATIENCE, end_now, job, until
 from late_device import LateDevice
 from policies import policies
 
@@ -107,16 +107,18 @@ def train_late(monkeypatch, made, devices):
 def test_elastic_jobs_equal_virtual_workers_and_admit_a_replacement(monkeypatch):
     """Three workers as threads: parity until one dies; then a replacement takes its place."""
     devices = [LateDevice(rank) for rank in range(3)]
-    options = {"topology": "ring", "soft_deadline": 5.0, "hard_deadline": 20.0, "transport": "host"}
+    options = {"topology": "ring", "soft_deadline": PATIENCE, "transport": "host"}
     with job(monkeypatch, 3, 1, **options) as made:
         plain = made.train
         train_late(monkeypatch, made, devices)
-        workers = made.all(40, lambda gossip: gossip.stats(), pause=0.01)
+        workers = made.all(10**6, lambda gossip: gossip.stats(), pause=0.01)
         workers[1].until(10)
         workers[1].stopped.set()
         workers[1].gossip.members.close()  # the others see what the death of its process would show
-        replacement = made.start(1, 40, lambda gossip: gossip.stats(), pause=0.01)
-        results = finish([workers[0], replacement, workers[2]])
+        replacement = made.start(1, 10**6, lambda gossip: gossip.stats(), pause=0.01)
+        for worker in (workers[0], replacement, workers[2]):
+            worker.until(40)
+        results = end_now([workers[0], replacement, workers[2]])
         assert replacement.gossip.stats()["joined"]
         assert all(stats["steps"] >= 40 for stats in results)
         parts = [made.make(rank) for rank in range(3)]
@@ -139,9 +141,11 @@ def test_asynchronous_elastic_jobs_through_the_host(monkeypatch):
     devices = [LateDevice(rank) for rank in range(2)]
     with job(monkeypatch, 2, 1, topology="ring", algorithm="a2cid2", transport="host") as made:
         train_late(monkeypatch, made, devices)
-        results = finish(made.all(30, lambda gossip: (gossip.stats()["rounds"], gossip.consensus_distance()), 0.005))
-    for rounds, distance in results:
-        assert rounds > 0
-        assert distance < 1.0
+        workers = made.all(10**6, lambda gossip: gossip.consensus_distance(), 0.005)
+        for worker in workers:
+            worker.until(30)
+        until(lambda: all(worker.gossip.stats()["rounds"] > 5 for worker in workers))
+        distances = end_now(workers)
+    assert all(distance < 1.0 for distance in distances)
     for device in devices:
         device.close()

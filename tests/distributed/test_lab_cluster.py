@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from workers import undisturbed
 
 from gossamer import InputError
 from gossamer.lab import LabCluster, LabUnavailable, WorkerFailed, clean_up, why_unavailable
@@ -59,7 +60,7 @@ def congestion_control(rank: int) -> str:
     where = (address(0), 5000)
     if rank == 0:
         with socket.create_server(where) as server:
-            server.settimeout(60)
+            server.settimeout(300)
             end = server.accept()[0]
     else:
         end = connected(where)
@@ -68,7 +69,7 @@ def congestion_control(rank: int) -> str:
 
 
 def connected(where: tuple[str, int]) -> socket.socket:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while True:
         try:
             return socket.create_connection(where, timeout=300)
@@ -99,15 +100,22 @@ class TestNamespaces:
             assert pool.run(congestion_control) == ["cubic", "cubic"]
 
     def test_bandwidth_is_as_requested_and_no_packet_is_dropped(self):
-        with LabCluster(3, 1, link="40mbit", links={(0, 2): "10mbit", (1, 2): "80mbit"}) as cluster:
-            measured = dict(cluster.measured)
         asked = {(0, 1): 40e6, (0, 2): 10e6, (1, 2): 80e6}
-        assert set(measured) == {*asked, *((b, a) for a, b in asked)}
-        for (a, b), rate in asked.items():
-            assert measured[a, b] == pytest.approx(rate, rel=0.2)
-            assert measured[b, a] == pytest.approx(rate, rel=0.2)
-        assert cluster.dropped == 0
-        assert cluster.describe()["network"] == "namespaces"
+
+        def attempt(k):
+            try:
+                with LabCluster(3, 1, link="40mbit", links={(0, 2): "10mbit", (1, 2): "80mbit"}) as cluster:
+                    measured = dict(cluster.measured)
+            except LabUnavailable as error:  # a busy machine carries less
+                raise AssertionError("the links are too slow") from error
+            assert set(measured) == {*asked, *((b, a) for a, b in asked)}
+            for (a, b), rate in asked.items():
+                assert measured[a, b] == pytest.approx(rate, rel=0.2)
+                assert measured[b, a] == pytest.approx(rate, rel=0.2)
+            assert cluster.dropped == 0
+            assert cluster.describe()["network"] == "namespaces"
+
+        undisturbed(attempt)
 
     def test_gloo_reduces_over_the_links_and_the_kernel_counts_the_bytes(self):
         with LabCluster(2, [2, 1], link="100mbit", check=False) as cluster:
@@ -123,7 +131,7 @@ class TestNamespaces:
 
     def test_intra_node_traffic_does_not_touch_the_link(self):
         with LabCluster(2, [2, 1], link="1mbit", check=False) as cluster:
-            cluster.run(pairs_inside_node, 1_000_000, timeout=30)
+            cluster.run(pairs_inside_node, 1_000_000, timeout=300)
             assert cluster.traffic()[0]["sent"] < 100_000
 
     def test_a_pair_of_nodes_that_is_cut_reaches_only_the_others(self):

@@ -14,7 +14,7 @@ from gossamer.lab import LabCluster, LabUnavailable, WorkerPool, why_unavailable
 needs_namespaces = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
 
-def count(rank: int, path: str, seconds: float = 30.0) -> str:
+def count(rank: int, path: str, seconds: float = 300.0) -> str:
     """Add a line every 10 ms."""
     deadline = time.monotonic() + seconds
     with Path(path).open("a", buffering=1) as file:
@@ -38,7 +38,7 @@ def listen(rank: int, path: str) -> list[str]:
 
 def talk(rank: int, address: str, path: str) -> str:
     """Send a number every 10 ms until the end file exists; write down how many were sent."""
-    for _ in range(200):
+    for _ in range(6000):
         try:
             connection = socket.create_connection((address, 5000), 5)
             break
@@ -54,7 +54,7 @@ def talk(rank: int, address: str, path: str) -> str:
     return str(said)
 
 
-def grows(path: Path, seconds: float = 20.0) -> bool:
+def grows(path: Path, seconds: float = 300.0) -> bool:
     """Whether a file becomes longer within some time."""
     before = path.stat().st_size if path.exists() else 0
     for _ in range(int(seconds / 0.05)):
@@ -65,7 +65,7 @@ def grows(path: Path, seconds: float = 20.0) -> bool:
 
 
 def ends(pool: WorkerPool, rank: int):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         for worker in pool.poll(0.2):
             if worker.rank == rank:
@@ -101,7 +101,7 @@ def test_a_replacement_can_be_started_right_after_a_kill(tmp_path):
         pool.kill(0)
         assert not Path(f"/proc/{first.pid}").exists()
         second = pool.start(0, fail)
-        assert pool.poll(20) == [first]
+        assert pool.poll(300) == [first]
         assert (first.ending, first.killed) == ("died", True)
         assert ends(pool, 0) is second
         assert pool.poll() == []
@@ -124,7 +124,7 @@ def test_a_stopped_worker_does_nothing_until_it_is_resumed(tmp_path):
         worker = pool.start(0, count, str(path))
         assert grows(path)
         pool.stop(0)
-        for _ in range(100):
+        for _ in range(6000):
             if Path(f"/proc/{worker.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T":
                 break
             time.sleep(0.05)
@@ -196,8 +196,7 @@ def test_a_cut_link_delays_all_bytes_and_loses_none(tmp_path, silently):
         pool.start(1, talk, "10.77.0.1", str(path))
         assert grows(heard)
         cluster.cut(1, silently=silently)
-        time.sleep(0.3)  # what had passed the link may still be on its way into the file
-        assert not grows(heard, 0.7)
+        assert any(not grows(heard, 0.7) for _ in range(100))  # what had passed may still be on its way into the file
         cluster.mend(1)
         assert grows(heard)
         cluster.slow(1, "1mbit")

@@ -5,7 +5,7 @@ import torch
 from workers import decentralize, loss_of, mlp, process_group, seeded, vector
 
 import gossamer
-from elastic import finish, job
+from elastic import end_now, job
 from policies import policies
 
 STEPS = 8
@@ -91,12 +91,14 @@ def test_the_workers_of_a_node_stay_one_replica(pools, algorithm):
 def test_an_elastic_job_loses_and_regains_a_member(monkeypatch):
     """A member's death costs its exchanges; a newcomer starts at its donor's parameters without velocity."""
     options = {"topology": "ring", "every": 4, "outer": gossamer.Nesterov(lr=0.5, momentum=0.3)}
-    with job(monkeypatch, 3, 1, soft_deadline=5.0, hard_deadline=20.0, **options) as made:
-        workers = made.all(100, lambda gossip: gossip.consensus_distance(), pause=0.01)
+    with job(monkeypatch, 3, 1, soft_deadline=5.0, **options) as made:
+        workers = made.all(10**6, lambda gossip: gossip.consensus_distance(), pause=0.01)
         workers[2].until(20)
         workers[2].kill()
         workers[0].until(50)
-        replacement = made.start(2, 100, lambda gossip: gossip.consensus_distance(), pause=0.01)
-        distances = finish([*workers[:2], replacement])
+        replacement = made.start(2, 10**6, lambda gossip: gossip.consensus_distance(), pause=0.01)
+        replacement.until(1)
+        replacement.until(replacement.gossip.stats()["steps"] + 50)
+        distances = end_now([*workers[:2], replacement])
     assert replacement.gossip.stats()["joined"]
     assert max(distances) < 0.5

@@ -61,5 +61,5 @@ def test_a_script_probes_its_own_step(tmp_path):
     cluster = load(out)
     assert (cluster.compute.source, len(cluster.compute.samples)) == ("measured", 3)
     assert cluster.model.mb == pytest.approx(4 * (64 * 64 + 64) / 1e6)
-    assert 0 < cluster.compute.update_seconds < 10
+    assert 0 < cluster.compute.update_seconds < 300
     assert not any("compute is a guess" in note for note in advise(cluster, steps=20).notes)

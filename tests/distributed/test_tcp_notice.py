@@ -1,6 +1,6 @@
 """A newcomer with a low rank does not wait until the others happen to read the record of the members."""
 
-from elastic import finish, job, until
+from elastic import end_now, job, until
 from gossamer.comm.tcp import membership
 from gossamer.comm.tcp.frame import Ask
 
@@ -17,7 +17,7 @@ def test_a_newcomer_gives_notice_to_the_workers_that_connect_to_it(monkeypatch):
         accept(self, connection, hello)
 
     monkeypatch.setattr(membership.Membership, "_accept", watched)
-    with job(monkeypatch, 3, topology="complete", soft_deadline=5.0, hard_deadline=20.0) as made:
+    with job(monkeypatch, 3, topology="complete", soft_deadline=5.0) as made:
         workers = made.all(100000, pause=0.005)
         for worker in workers:
             worker.until(5)
@@ -29,7 +29,4 @@ def test_a_newcomer_gives_notice_to_the_workers_that_connect_to_it(monkeypatch):
         incarnation = replacement.gossip.members.me.incarnation
         until(lambda: all(w.gossip.members.links.peer(0).link is not None for w in workers[1:]))
         assert any(who == incarnation for _, who in noticed)
-        running = [replacement, *workers[1:]]
-        for worker in running:
-            worker.steps = 0
-        finish(running)
+        end_now([replacement, *workers[1:]])

@@ -20,6 +20,17 @@ QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
 _seeding = threading.Lock()
 
 
+def undisturbed(attempt: Callable[[int], None], times: int = 10) -> None:
+    """Call `attempt(k)` for k = 0, 1, ... until its assertions hold. For measured times: on a busy machine a worker may
+    stand still for longer than one that is slow on purpose."""
+    for k in range(times):
+        try:
+            return attempt(k)
+        except AssertionError:
+            if k == times - 1:
+                raise
+
+
 @contextmanager
 def process_group() -> Iterator[None]:
     """A gloo process group of this call's own."""
@@ -37,7 +48,7 @@ def real(rank: int, scenario: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def decentralize(model: nn.Module, optimizer: Any, **settings: Any) -> gossamer.Gossip:
-    return gossamer.decentralize(model, optimizer, **policies(**{"timeout": 20, **settings}))
+    return gossamer.decentralize(model, optimizer, **policies(**{"timeout": 300, **settings}))
 
 
 def error_of(rank: int, scenario: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str] | None:

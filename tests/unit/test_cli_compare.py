@@ -48,7 +48,7 @@ def test_ctrl_c_ends_runs_side_by_side(tmp_path, capsys):
     out = tmp_path / "cmp"
 
     def press():
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while len(list(out.glob("*/*/metrics-00000.jsonl"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,6 +1,7 @@
 """The meeting of a collective call: different calls, missing workers and lost workers are named, and nothing hangs."""
 
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -48,7 +49,7 @@ class Lane:
         self.k = number
 
 
-def barriers(size, timeout=20.0, **options):
+def barriers(size, timeout=300.0, **options):
     store = HashStore()
     return [RoundBarrier(store, Worker(rank, size), timeout, **options) for rank in range(size)]
 
@@ -87,7 +88,10 @@ def test_different_calls_raise_on_every_worker_and_the_next_call_works(meet):
     assert together([lambda b=b, w=w: getattr(b, meet)(w, "close()") for b, w in pairs]) == [None] * 3
 
 
-def test_a_call_of_one_worker_is_named_by_a_warning_and_then_by_the_error():
+def test_a_call_of_one_worker_is_named_by_a_warning_and_then_by_the_error(monkeypatch):
+    now = [100.0]  # time passes only in sleep()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     made = barriers(3, timeout=0.5, warn_after=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

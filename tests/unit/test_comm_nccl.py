@@ -1,5 +1,6 @@
 """The NCCL channel on simulated devices: streams are late and overtake each other, and a peer may not come."""
 
+import itertools
 import threading
 import time
 from collections import defaultdict, deque
@@ -145,8 +146,8 @@ def test_a_held_device_is_not_done(network):
                 channel.launch(jobs[-1])
         assert not channels[0].wait(jobs[0], 0.02)
         assert jobs[0].blocked_on == 1
-    assert channels[0].wait(jobs[0], 30)
-    assert channels[1].wait(jobs[1], 30)
+    assert channels[0].wait(jobs[0], 300)
+    assert channels[1].wait(jobs[1], 300)
     assert jobs[0].result.out.tolist() == [1.0] * 4
     assert jobs[0].blocked_on is None
 
@@ -166,6 +167,7 @@ def waiting_lane(channel, timeout, stalled):
 
 def test_unequal_data_nudges_warns_and_raises_like_every_transport(network, monkeypatch):
     monkeypatch.setattr(deadlines, "WARN_AFTER", 0.1)
+    monkeypatch.setattr(deadlines, "clock", partial(next, itertools.count(0.0, 0.2)))  # each look is 0.2 s later
     net = network(2)
     channel, stalled = net.channel(0), []
     job = Job(7, 3, partial(swap, torch.ones(4)))
@@ -188,7 +190,7 @@ def test_a_dead_peer_ends_the_wait(network):
     with net.devices[0].training():
         channel.launch(job)
     with pytest.raises(PeerError, match="worker 0 lost worker 1 in round 7, bucket 0"):
-        Lane.wait(waiting_lane(channel, 60.0, []), job)
+        Lane.wait(waiting_lane(channel, 300.0, []), job)
 
 
 def test_every_channel_of_a_worker_waits_for_the_jobs_of_its_other_channels(network):
@@ -203,7 +205,7 @@ def test_every_channel_of_a_worker_waits_for_the_jobs_of_its_other_channels(netw
         with net.devices[rank].training():
             channels[rank][1].launch(jobs[rank])
     for rank in range(2):
-        Lane.wait(waiting_lane(channels[rank][0], 30.0, []), jobs[rank])
+        Lane.wait(waiting_lane(channels[rank][0], 300.0, []), jobs[rank])
         assert jobs[rank].done
         assert channels[rank][1].wait(jobs[rank], 0)
     assert not any(transport.flights for transport in net.transports)
@@ -229,7 +231,7 @@ class HeldChannel(ThreadedChannel):
         super().__init__(ChannelId(0, Purpose.CONTROL), 1, None)
 
     def _carry(self, batch, job):
-        assert self.release.wait(60)
+        assert self.release.wait(300)
 
     def _cut(self):
         pass
@@ -244,7 +246,7 @@ def test_a_job_of_a_gloo_channel_is_not_polled(network):
         if len(turns) == 4:
             control.release.set()
 
-    lane = waiting_lane(channel, 60.0, [])
+    lane = waiting_lane(channel, 300.0, [])
     lane.coordinator.stalled = stalled
     job = Job(1, 0, partial(swap, torch.ones(4)))
     control.launch(job)

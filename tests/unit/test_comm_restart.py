@@ -1,17 +1,19 @@
 """A restarted directory is empty: members put back what it must hold, and the job continues."""
 
-import time
+import threading
 
-from elastic import finish, job, until
+from elastic import LIMIT, finish, job, until
 from gossamer.comm.tcp import look
 
 
 def test_workers_can_leave_after_the_directory_was_restarted(monkeypatch):
+    restarted = threading.Event()
+
     def end(gossip):
         if gossip.members.rank == 0:
             made.restart_directory()
-        else:
-            time.sleep(0.5)
+            restarted.set()
+        assert restarted.wait(LIMIT)
 
     with job(monkeypatch, 2, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made:
         workers = made.all(20, end, pause=0.01)

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from elastic import finish, job, until
+from elastic import LIMIT, finish, job, until
 from gossamer import GossamerWarning, InputError
 from gossamer.comm.tcp import Ask, DirectoryClient, Unreachable
 from gossamer.comm.tcp.links import LinkTable
@@ -64,7 +64,7 @@ def test_the_others_are_told_while_the_main_thread_is_inside_a_long_call_of_c_co
 def test_another_library_hears_signals_as_before(usual):
     ear, bell = socket.socketpair()
     bell.setblocking(False)
-    ear.settimeout(20.0)
+    ear.settimeout(LIMIT)
     before = signal.set_wakeup_fd(bell.fileno())
     departure = Departure(lambda: None, [usual], grace=3600.0)
     try:
@@ -154,7 +154,7 @@ def test_a_worker_that_has_left_meets_alone_and_the_others_without_it(monkeypatc
             return gossip.met.ranks, gossip.met.alone
 
     warned = pytest.warns(GossamerWarning, match=r"used worker 1's parameters only: it has left the job")
-    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, hard_deadline=20.0, timeout=300.0) as made, warned:
+    with job(monkeypatch, 3, topology="ring", soft_deadline=5.0, hard_deadline=20.0) as made, warned:
         workers = [made.start(rank, 5 if rank == 1 else 100000, end, pause=0.005) for rank in range(3)]
         for worker in workers:
             worker.until(5)

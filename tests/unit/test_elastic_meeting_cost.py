@@ -75,7 +75,7 @@ def meet(n, times, late=0.0):
     everybody = [Members(rank, record, store, everyone) for rank in range(n)]
 
     def run(members):
-        meetings = Meetings(members, 60.0, 30.0)
+        meetings = Meetings(members, 300.0, 7200.0)
         try:
             for k in range(times):
                 if members.rank == n - 1:
@@ -101,16 +101,23 @@ def meet(n, times, late=0.0):
     return store
 
 
+@pytest.fixture
+def untimed(monkeypatch):
+    """Nobody looks again because time has passed: threads of a busy machine may be late by seconds."""
+    monkeypatch.setattr(module, "RECHECK", 3600.0)
+    monkeypatch.setattr(module, "THOROUGH", 3600.0)
+
+
 @pytest.mark.parametrize("n", [2, 8, 32, 64])
-def test_a_meeting_costs_a_few_requests_per_worker(n):
-    assert cost(n) <= 16 * n + 10  # 11 n, and some more where a thread is late by a second
+def test_a_meeting_costs_a_few_requests_per_worker(untimed, n):
+    assert cost(n) <= 11 * n + 10
 
 
-def test_waiting_for_a_late_worker_does_not_read_everything_again_and_again():
-    assert cost(32, late=0.5) <= 16 * 32 + 10
+def test_waiting_for_a_late_worker_does_not_read_everything_again_and_again(untimed):
+    assert cost(32, late=0.5) <= 11 * 32 + 10
 
 
-def test_the_directory_forgets_meetings_that_are_over():
+def test_the_directory_forgets_meetings_that_are_over(untimed):
     few, many = meet(3, KEPT + 1), meet(3, 4 * KEPT)
     assert len(many.left()) == len(few.left())  # whatever the number of meetings
     assert "meeting/0" not in many.left()

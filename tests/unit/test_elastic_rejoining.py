@@ -1,6 +1,7 @@
 """How a worker finds a member's state: pauses between attempts, which donors it asks, and for how long."""
 
 import socket
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -66,8 +67,10 @@ def test_a_worker_that_trains_meanwhile_gives_up_after_a_few_donors():
     assert asked == [0, 1]
 
 
-def test_a_new_worker_asks_all_donors_again_and_again():
-    asked = []
+def test_a_new_worker_asks_all_donors_again_and_again(monkeypatch):
+    asked, now = [], [100.0]  # time passes only in sleep()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     with pytest.raises(PeerError, match="no member of the running job sent its state"):
         transfer().fetch(refusing(range(3), asked), 0.2)
     assert asked[:6] == [0, 1, 2, 0, 1, 2]

@@ -120,7 +120,7 @@ def test_elastic_workers_leave_with_their_own_values_or_with_the_mean(monkeypatc
             gossip.consensus_distance()
         return own, mean, vector(gossip.model)
 
-    with job(monkeypatch, 3, topology="ring", timeout=300.0) as made:
+    with job(monkeypatch, 3, topology="ring") as made:
         results = finish(made.all(3, end))
     for own, mean, left in results:
         assert torch.equal(left, mean if average else own)

@@ -91,7 +91,7 @@ def test_waiting_for_a_worker_that_is_behind_is_said_once(node):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         behind, ahead = node([3], [4], warn_after=0.2)
-        until(lambda: ahead._warned)
+        until(lambda: caught)
         ahead.look()
     (said,) = [str(w.message) for w in caught if issubclass(w.category, gossamer.GossamerWarning)]
     assert "worker 1 has waited 0.2 s in backward pass 4 for worker 0 of the same node, which is at 3" in said

@@ -82,7 +82,7 @@ def test_the_probe_measures_a_step_and_restores_everything(tmp_path):
     assert len(said["samples"]) == 4
     assert said["model_mb"] == pytest.approx(4e-3)
     assert said["source"] == "measured"
-    assert 0 < said["update_seconds"] < 10
+    assert 0 < said["update_seconds"] < 300
     assert 0 < said["backward_share"] <= 1
     gossamer.probe(model, optimizer, lambda: trained(model, optimizer), path, steps=2)
     assert len(read_compute(str(tmp_path / "compute.1.json"))["samples"]) == 4  # the earlier file is kept

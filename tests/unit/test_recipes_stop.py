@@ -129,7 +129,7 @@ def test_a_member_that_leaves_alone_does_not_stop(tmp_path):
 
 
 def test_members_that_are_all_asked_to_leave_stop_together(tmp_path):
-    job = Members(tmp_path, range(4))
+    job = Members(tmp_path, range(4), grace=1200.0)
     for stop_of in job.stops.values():
         stop_of._called -= 60.0  # a step takes a minute, so each of them waits for the others for two of those
     job.leaving = set(range(4))

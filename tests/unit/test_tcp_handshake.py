@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from gossamer.comm.tcp import send_sign, send_state
 from gossamer.comm.tcp.frame import MAGIC, NONCE, Ask, FrameHeader, Hello, Kind, Refused, _proof, meet
-from linked import RUN, Worker, until
+from linked import LIMIT, RUN, Worker, patient, until
+
+__all__ = ["patient"]
 
 OTHER_RUN = "ff" * 8
 
@@ -31,7 +33,7 @@ def two():
 
 def ended(connection):
     """Whether the other side ends the connection."""
-    connection.settimeout(20)
+    connection.settimeout(LIMIT)
     with suppress(ConnectionError):
         while connection.recv(4096):
             pass
@@ -40,8 +42,8 @@ def ended(connection):
 
 def test_a_worker_of_another_run_is_refused_and_counted_by_the_listener(two):
     zero, _ = two
-    with socket.create_connection(zero.address, timeout=5) as connection:
-        meet(connection, Hello(OTHER_RUN, 1, "b", [0]), first=True)
+    with socket.create_connection(zero.address, timeout=LIMIT) as connection:
+        meet(connection, Hello(OTHER_RUN, 1, "b", [0]), first=True, seconds=LIMIT)
         assert ended(connection)
     until(lambda: zero.refusals == {-1: 1})
     assert f"a worker of run {OTHER_RUN!r} connected to run {RUN.hex()}" in zero.last_refusal
@@ -98,12 +100,12 @@ class Tap:
 def test_a_replayed_handshake_is_refused_and_counted(two, monkeypatch):
     monkeypatch.setenv("GOSSAMER_TOKEN", "secret")
     zero, one = two
-    with socket.create_connection(zero.address, timeout=5) as connection:
+    with socket.create_connection(zero.address, timeout=LIMIT) as connection:
         tap = Tap(connection)
-        assert meet(tap, one.says, first=True) == zero.says
+        assert meet(tap, one.says, first=True, seconds=LIMIT) == zero.says
         until(lambda: zero.peer(1).link is not None)
     assert zero.refusals == {}
-    with socket.create_connection(zero.address, timeout=5) as stranger:
+    with socket.create_connection(zero.address, timeout=LIMIT) as stranger:
         stranger.sendall(tap.sent)  # every byte that the worker sent
         assert ended(stranger)
     until(lambda: zero.refusals == {-1: 1})
@@ -171,7 +173,7 @@ def test_any_fields_are_a_hello_or_refused(run, rank, incarnation, rounds, ask):
 def test_nonsense_with_a_right_proof_is_refused_and_counted(two, text):
     """A token may be empty, so anybody may have it. Deep nesting ends Python's reader of JSON with another error."""
     zero, _ = two
-    with socket.create_connection(zero.address, timeout=5) as connection:
+    with socket.create_connection(zero.address, timeout=LIMIT) as connection:
         connection.sendall(MAGIC + bytes(NONCE))
         theirs = connection.recv(len(MAGIC) + NONCE, socket.MSG_WAITALL)
         connection.sendall(struct.pack("!I", len(text)) + text + _proof(theirs[len(MAGIC) :], b"opened", text))
@@ -202,7 +204,7 @@ def asker():
 
     def fetch(answer, **limits):
         donors.append(Donor(answer))
-        return worker.fetch(donors[-1].address, Ask.STATE, **{"timeout": 20.0, **limits})
+        return worker.fetch(donors[-1].address, Ask.STATE, **{"timeout": LIMIT, "handshake": LIMIT, **limits})
 
     yield fetch
     for donor in donors:
@@ -216,7 +218,7 @@ def test_a_busy_donor_is_waited_for(asker):
             send_sign(connection, RUN)
         send_state(connection, RUN, b"x" * 3_000_000)
 
-    assert asker(busy, silence=20.0).getvalue() == b"x" * 3_000_000
+    assert asker(busy, silence=LIMIT).getvalue() == b"x" * 3_000_000
 
 
 def test_a_donor_that_never_comes_to_the_end_of_its_step_is_given_up(asker):
@@ -226,13 +228,13 @@ def test_a_donor_that_never_comes_to_the_end_of_its_step_is_given_up(asker):
                 send_sign(connection, RUN)
 
     with pytest.raises(TimeoutError, match=r"did not come to the end of its step within 0\.05 s"):
-        asker(endless, timeout=0.05, silence=20.0)
+        asker(endless, timeout=0.05, silence=LIMIT)
 
 
 def test_a_silent_donor_is_given_up_before_the_timeout(asker):
     release = threading.Event()
     with pytest.raises(TimeoutError):
-        asker(lambda connection: release.wait(300), timeout=3600.0, silence=0.2)
+        asker(lambda connection: release.wait(LIMIT), timeout=3600.0, silence=0.2)
     release.set()
 
 

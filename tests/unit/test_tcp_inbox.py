@@ -6,7 +6,9 @@ from gossamer.comm.tcp import inbox as module
 from gossamer.comm.tcp.frame import FrameHeader, Kind, Verdict
 from gossamer.comm.tcp.inbox import Inbox, Key
 from gossamer.comm.transport import ChannelId, Purpose
-from linked import CHANNEL, PLAN, RUN, a_pair, send, slot, until
+from linked import CHANNEL, PLAN, RUN, a_pair, patient, send, slot, until
+
+__all__ = ["patient"]
 
 SIZE = 10_000  # bytes of a message
 

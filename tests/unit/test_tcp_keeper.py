@@ -80,12 +80,12 @@ def test_a_job_without_a_sign_of_life_is_forgotten():
 
 def restored(tmp_path):
     """A store with the job of an earlier directory, its keeper, which looks only when it is told to, and the time."""
-    file, before, store = tmp_path / "directory.json", HashStore(), HashStore()
+    begun, file, before, store = time.monotonic(), tmp_path / "directory.json", HashStore(), HashStore()
     before.set("gossamer/record", "the members")
     Keeper(before, file, 60.0).close()
     keeper = Keeper(store, file, 60.0)
     keeper.close()
-    return store, keeper, time.monotonic()
+    return store, keeper, begun
 
 
 def test_a_restored_job_whose_workers_do_not_come_back_is_forgotten(tmp_path):

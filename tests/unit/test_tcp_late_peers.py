@@ -11,7 +11,9 @@ from gossamer.comm.tcp.transport import TcpChannel
 from gossamer.comm.transport import Job, PeerError, Stamp
 from gossamer.topology import Layout, Round
 from gossamer.topology.plan import program
-from linked import CHANNEL, PLAN, Worker, until
+from linked import CHANNEL, PLAN, Worker, patient, until
+
+__all__ = ["patient"]
 
 RING = Round.weighted(4, [(i, j % 4, 0.25) for i in range(4) for j in (i - 1, i + 1)])
 

@@ -14,7 +14,9 @@ from gossamer.comm.tcp.liveness import Liveness
 from gossamer.comm.tcp.membership import Membership
 from gossamer.comm.tcp.record import Member
 from gossamer.comm.transport import ChannelId, Purpose
-from linked import CHANNEL, PLAN, RUN, Worker, until
+from linked import CHANNEL, PLAN, RUN, Worker, patient, until
+
+__all__ = ["patient"]
 
 
 class Group:
@@ -175,3 +177,26 @@ def test_the_news_of_a_decision_is_passed_on_to_the_neighbors_only():
     Membership.announce(members, 5, heard=True)
     Membership.announce(members, 5, heard=True)
     assert sent == [None, {1, 5}]
+
+
+def test_a_worker_that_stood_still_judges_nobody_by_the_silence_of_that_time(three, monkeypatch):
+    """Its heartbeats go on after another thread has asked who is dead. A thread that stays late shields nobody."""
+    release, waiting = threading.Event(), threading.Event()
+    two, liveness = three.workers[2], three.watch(2, hard_deadline=5.0)
+    liveness.watch({0})
+    until(lambda: two.peer(0).link is not None)
+
+    def heartbeat():
+        waiting.set()
+        release.wait(300)
+        return FrameHeader(Kind.HEARTBEAT, RUN), b""
+
+    monkeypatch.setattr(liveness, "_heartbeat", heartbeat)
+    until(waiting.is_set)
+    try:
+        liveness._beat = two.peer(0).heard = time.monotonic() - 100.0
+        assert liveness.dead() == []
+        two.peer(0).heard = time.monotonic() - 100.0
+        assert [rank for rank, _ in liveness.dead()] == [0]
+    finally:
+        release.set()

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
-from gossamer.comm.tcp import DirectoryClient, HostedDirectory, Member, Record, Refused, Unreachable, look
+from gossamer.comm.tcp import HostedDirectory, Member, Record, Refused, Unreachable, look
 from gossamer.comm.tcp.frame import Ask, Hello
 from gossamer.comm.tcp.record import Agreement, Foundation
+from linked import LIMIT, PatientClient
 
 FOUNDATION = Foundation(bytes(range(8)), "a description", {"node/0": "a", "node/1": "b"})
 
@@ -34,8 +35,8 @@ def hosted():
 @pytest.fixture
 def directory(hosted):
     """A client of an empty directory."""
-    client = DirectoryClient(
-        lambda wait: TCPStore("127.0.0.1", hosted.port, is_master=False, wait_for_workers=False), first_wait=20.0
+    client = PatientClient(
+        lambda wait: TCPStore("127.0.0.1", hosted.port, is_master=False, wait_for_workers=False), first_wait=LIMIT
     )
     client.ask_at_start(lambda store: store.check(["record"]))
     yield client
@@ -180,9 +181,30 @@ def test_looking_at_a_key_that_is_not_there_leaves_it_so(directory):
 def test_a_directory_that_hangs_is_asked_again_on_a_new_connection(directory):
     release = threading.Event()
     with pytest.raises(Unreachable, match=r"did not answer within 0\.1 s"):
-        directory.ask(lambda store: release.wait(20), timeout=0.1)
+        directory.ask(lambda store: release.wait(LIMIT), timeout=0.1)
     assert held(directory) == ""  # the thread that hangs is not asked any more
     release.set()
+
+
+def test_a_start_waits_for_a_directory_that_stands_still_and_a_running_job_does_not(directory, monkeypatch):
+    """Both ask while the directory answers nothing; the start gets its answer as soon as there is one."""
+    ask, hang, waits = PatientClient.ask, threading.Event(), []
+
+    def impatient(self, request, timeout=0.05):
+        waits.append(timeout)
+        if timeout > 1:
+            threading.Timer(0.2, hang.set).start()
+        return ask(self, lambda store: hang.wait(LIMIT) and request(store), timeout)
+
+    directory.ask(lambda store: store.set("name/0", "from 0"))
+    monkeypatch.setattr(PatientClient, "ask", impatient)
+    monkeypatch.setattr(directory, "ask_at_start", lambda request: ask(directory, request, LIMIT))
+    with pytest.raises(Unreachable, match="did not answer"):
+        directory.share("name", 1, 2, "from 1", LIMIT)
+    monkeypatch.undo()
+    monkeypatch.setattr(PatientClient, "ask", impatient)
+    assert directory.share("name", 1, 2, "from 1", LIMIT, at_start=True) == ["from 0", "from 1"]
+    assert min(waits[1:]) > 1
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 import pytest
 from torch.distributed import TCPStore
 
-from gossamer.comm.tcp import DirectoryClient, HostedDirectory, Member, Record, suspicion
+from gossamer.comm.tcp import HostedDirectory, Member, Record, suspicion
 from gossamer.comm.tcp.suspicion import Suspicions
+from linked import LIMIT, PatientClient
 
 RING = Record(1, {r: Member(f"process-{r}", "127.0.0.1", 1 + r, "node") for r in range(5)}, [0])
 
@@ -21,8 +22,8 @@ def observers():
     hosted, clients = HostedDirectory(address="127.0.0.1"), []
 
     def of(rank, alive):
-        client = DirectoryClient(
-            lambda wait: TCPStore("127.0.0.1", hosted.port, is_master=False, wait_for_workers=False), first_wait=5.0
+        client = PatientClient(
+            lambda wait: TCPStore("127.0.0.1", hosted.port, is_master=False, wait_for_workers=False), first_wait=LIMIT
         )
         clients.append(client)
         return Suspicions(rank, client, ring, lambda member: int(member.incarnation[-1]) in alive, 0.0)

@@ -11,7 +11,7 @@ pytestmark = needs_playwright
 
 
 def wait(page, condition):
-    page.wait_for_function(condition, timeout=60_000)
+    page.wait_for_function(condition, timeout=300_000)
 
 
 def elastic(folder):

@@ -12,9 +12,16 @@ import pytest
 from gossamer.cli import main
 from gossamer.errors import InputError
 from gossamer.jobs.serving import Serving
+from gossamer.report.watch import client
 from gossamer.report.watch.client import WatchAddress
 from gossamer.report.watch.server import serve
 from watch_files import append, event, virtual_rows, worker_rows, write_config
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A busy machine may stop the server for seconds."""
+    monkeypatch.setattr(client, "TIMEOUT", 300.0)
 
 
 @pytest.fixture

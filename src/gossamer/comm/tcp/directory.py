@@ -181,7 +181,7 @@ class DirectoryClient:
         raise Unreachable(f"the directory {what}: {' '.join(str(value).split())[:200]}") from value
 
     def ask_at_start(self, request: Callable[[Store], T]) -> T:
-        """Like `ask`, but allow for a directory that starts later than this worker."""
+        """Like `ask`, but allow for a directory that starts later than this worker, or stands still for a while."""
         return self.ask(request, self._first_wait + ANSWER)
 
     def refuse(self, why: str) -> None:
@@ -199,29 +199,32 @@ class DirectoryClient:
         stop: Callable[[], bool] = lambda: False,
         write: Callable[[Store, str, str], object] = Store.set,
         gone: Callable[[], Iterable[int]] = tuple,
+        at_start: bool = False,
     ) -> list[str] | None:
-        """Return the text of all `size` workers for `name`, by rank. Return None if `stop()` while waiting.
+        """Return the text of all `size` workers for `name`, by rank. Return None if `stop()` while waiting. With
+        `at_start`, wait for the directory as `ask_at_start` does.
 
         The text of a worker is its latest one; with `write=settle`, its first one. With `gone`, which needs
         `write=settle`, workers are not waited for once it names them: all workers then get the text GONE for them.
         """
+        ask = self.ask_at_start if at_start else self.ask
         deadline, pause, given_up = Deadline(timeout), POLL, set[int]()
         self.ask_at_start(lambda store: write(store, f"{name}/{rank}", text))
         keys = [f"{name}/{r}" for r in range(size)]
-        while not self.ask(lambda store: store.check(keys)):  # one message, whatever the number of workers
+        while not ask(lambda store: store.check(keys)):  # one message, whatever the number of workers
             if stop():
                 return None
             for other in set(gone()) - given_up:
-                self.ask(lambda store, key=keys[other]: settle(store, key, GONE))  # type: ignore[misc]
+                ask(lambda store, key=keys[other]: settle(store, key, GONE))  # type: ignore[misc]
                 given_up.add(other)
             pause = min(LONGEST_POLL, 1.5 * pause)
             if not deadline.sleep(pause):
-                missing = self.ask(lambda store: [r for r, key in enumerate(keys) if not store.check([key])])
+                missing = ask(lambda store: [r for r, key in enumerate(keys) if not store.check([key])])
                 raise PeerError(
                     f"worker(s) {', '.join(map(str, missing))} did not show up within {timeout:g} s; check that "
                     "every worker was started and calls decentralize()"
                 )
-        return self.ask(lambda store: [text.decode() for text in store.multi_get(keys)])
+        return ask(lambda store: [text.decode() for text in store.multi_get(keys)])
 
     def close(self) -> None:
         with self._lock:

@@ -50,6 +50,8 @@ class Liveness:
         self._connecting: set[int] = set()
         self._reported: set[str] = set()  # incarnations that seemed dead
         self._stopped = False
+        self._beat = time.monotonic()  # when the latest heartbeat was due
+        self._forgiven = 0.0  # the heartbeat after which this worker stood still
         self._hurry = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gossamer-heartbeat", daemon=True)
         self._thread.start()
@@ -82,12 +84,20 @@ class Liveness:
 
     def dead(self) -> list[tuple[int, Member]]:
         """Watched members that are dead, or silent for too long."""
+        self._forgive_if_i_stood_still()
         return [(rank, member) for rank, member, peer in self._watched_members() if self._is_dead(peer)]
 
     def restart_silence(self) -> None:
         """Measure everybody's silence from now: this worker itself may have been stopped or cut off."""
         for peer in list(self._links.peers.values()):
             peer.heard = time.monotonic()
+
+    def _forgive_if_i_stood_still(self) -> None:
+        """After a stop any thread may be the first to run, and would find everybody silent. Forgive once a stop: the
+        heartbeat's thread may also be late because a peer is dead."""
+        if time.monotonic() - self._beat > 10 * BEAT and self._forgiven != self._beat:
+            self._forgiven = self._beat
+            self.restart_silence()
 
     def hurry(self) -> None:
         """Look at all links now, not at the next heartbeat."""
@@ -112,12 +122,9 @@ class Liveness:
         return [entry for entry in found if entry[2].incarnation == entry[1].incarnation]
 
     def _run(self) -> None:
-        last = time.monotonic()
         while not self._stopped:
-            now = time.monotonic()
-            if now - last > 10 * BEAT:  # this worker stood still, not the others
-                self.restart_silence()
-            last = now
+            self._forgive_if_i_stood_still()
+            self._beat = time.monotonic()
             self._links.send_all(*self._heartbeat())
             self._renew()
             self._close_idle_links()

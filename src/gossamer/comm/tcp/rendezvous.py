@@ -52,7 +52,7 @@ class Rendezvous:
         that it replaces, and still describes the job as the founders did.
         """
         try:
-            texts = self.directory.share(name, self.rank, self.size, text, self.timeout, write=settle)
+            texts = self.directory.share(name, self.rank, self.size, text, self.timeout, write=settle, at_start=True)
         except BaseException:
             self.close()
             raise
@@ -62,13 +62,13 @@ class Rendezvous:
 
     def found_or_join(self, description: str, agree: Callable[[list[str]], None]) -> Arrival:
         """Found the job once all workers are there, or find it running. `agree` raises if descriptions differ."""
-        ask = self.directory.ask
+        ask = self.directory.ask_at_start
         founding = None if self._record() else self._founding_record(description, agree)
         if founding is not None:
             current = ask(lambda store: settle(store, "record", founding.text()))
             ask(lambda store: settle(store, "founded", description))  # by all: any of them may die right now
         else:
-            agree([self.directory.ask_at_start(lambda store: store.get("founded").decode()), description])
+            agree([ask(lambda store: store.get("founded").decode()), description])
             current = self._record()
         run = ask(lambda store: bytes.fromhex(settle(store, "run", secrets.token_hex(8))))
         record = ask(lambda _: Record.parse(current))  # nonsense is counted, and reported as that
@@ -98,13 +98,16 @@ class Rendezvous:
         """The first record, once all workers are there. None if the job turns out to be running and only the
         directory to be new: its members have put back their record meanwhile."""
 
+        def running() -> bool:
+            return bool(self._record())
+
         def share(name: str, text: str) -> list[str] | None:
-            return self.directory.share(name, self.rank, self.size, text, self.timeout, lambda: bool(self._record()))
+            return self.directory.share(name, self.rank, self.size, text, self.timeout, running, at_start=True)
 
         descriptions = share("description", description)
         if descriptions is None:
             return None
-        self.directory.ask(lambda store: store.add("description/read", 1))
+        self.directory.ask_at_start(lambda store: store.add("description/read", 1))
         try:
             agree(descriptions)
         except BaseException:

@@ -203,11 +203,16 @@ class WorkerPool:
         return [worker.value for worker in workers]
 
     def _await_answers(self, deadline: float) -> None:
-        """Wait until all have answered, a worker died, `grace` seconds after the first exception, or the deadline."""
-        while self.running and time.monotonic() < deadline:
+        """Wait until all have answered, a worker died, `grace` seconds after the first exception, or the deadline. A
+        worker that has hung up is waited for: its death may be why the others raised."""
+        last = deadline
+        while self.running:
             if any(worker.ending == "died" for worker in self._workers.values()):
                 break
-            left = max(0.0, deadline - time.monotonic())
+            dying = any(worker.hung_up is not None for worker in self.running)
+            left = (last if dying else deadline) - time.monotonic()
+            if left <= 0:
+                break
             ended = self._wait(min(left, 0.2) if self.verbose else left)
             if any(worker.ending == "raised" for worker in ended):
                 deadline = min(deadline, time.monotonic() + self.grace)

@@ -43,6 +43,7 @@ class Worker:
         self.rank, self.generation = spec.rank, generation
         self.started = time.monotonic()
         self.ended: float | None = None  # when the last call ended
+        self.hung_up: float | None = None  # when its end of the channel was found closed: it is about to exit
         self.ending: Ending | None = None
         self.value: Any = None
         self.cpu_seconds = 0.0
@@ -112,7 +113,7 @@ class Worker:
             self.exit_code = self._process.exitcode
             self._kill_descendants()
         if self.running and self.exit_code is not None:
-            self.ended, self.ending, self.why = time.monotonic(), "died", describe_exit(self.exit_code)
+            self.ended, self.ending, self.why = self.hung_up or time.monotonic(), "died", describe_exit(self.exit_code)
         return was_running and not self.running
 
     def _read_answer(self) -> None:
@@ -120,7 +121,8 @@ class Worker:
             kind, *rest = self._channel.recv()
         except (EOFError, OSError):
             self._channel.close()
-            return  # the exit code follows
+            self.hung_up = time.monotonic()
+            return  # the exit code follows, from the fork server, which may be late
         self.ending = kind
         if kind == "returned":
             self.ended, (self.value, self.cpu_seconds) = time.monotonic(), rest
