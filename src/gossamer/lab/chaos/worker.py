@@ -255,7 +255,7 @@ def train_ddp(rank: int, job: ChaosJob, generation: int = 0) -> dict[str, Any]:
     return {"steps": step}
 
 
-def settled(before: Mapping[str, int], seconds: float = 2.0) -> dict[str, int]:
+def settled(before: Mapping[str, int], seconds: float = 10.0) -> dict[str, int]:
     """The census after waiting up to `seconds` until it is no larger than `before`: threads take a moment to end."""
     deadline = time.monotonic() + seconds
     while True:
