@@ -100,7 +100,7 @@ def table(found: Found, metric: str) -> str:
     def results(name: str, lr: float) -> list[str]:
         runs = {"runs": found[name]["at"][lr]}
         pair = {BASE: {"runs": found[BASE]["at"][rate]}, name: runs}
-        losses = [tables._finals(runs, head) for head in heads]
+        losses = [tables.finals(runs, head) for head in heads]
         cells = [tables.figure_of(values, 3) if values else "diverged" for values in losses]
         return [*cells, "" if name == BASE else interval(differences(pair, name, BASE))]
 
@@ -129,21 +129,22 @@ def draw(found: Found, path: Path) -> None:
     figure = new_figure(7.5, 0.9 + 0.32 * len(found))
     axes = figure.subplots()
     rate = found[BASE]["lr"]
-    losses = tables._finals({"runs": found[BASE]["at"][rate]}, "loss")
+    losses = tables.finals({"runs": found[BASE]["at"][rate]}, "loss")
     mean, spread = statistics.mean(losses), statistics.stdev(losses)
     axes.axvspan(mean - spread, mean + spread, color=tables.GREY, alpha=0.35, linewidth=0)
     others = [name for name in found if name != BASE]
     styles = method_styles(others)
     for at, name in enumerate(others):
         for lr, face in ((rate, "none"), (found[name]["lr"], styles[name].color)):
-            values = tables._finals({"runs": found[name]["at"][lr]}, "loss")
+            values = tables.finals({"runs": found[name]["at"][lr]}, "loss")
             if values:
-                axes.plot(
-                    [statistics.mean(values)], [at], "o", color=styles[name].color, markerfacecolor=face, markersize=7
-                )
+                color, bar = styles[name].color, statistics.stdev(values) if len(values) > 1 else 0.0
+                axes.errorbar(statistics.mean(values), at, xerr=bar, fmt="o", color=color, markerfacecolor=face)
     axes.set_yticks(range(len(others)), others)
-    axes.invert_yaxis()
-    axes.set_xlabel("loss; open: at all-reduce's rate, filled: at its own; band: all-reduce ± standard deviation")
+    axes.set_ylim(len(others) - 0.5, -0.5)
+    axes.set_xlabel(
+        "loss at all-reduce's rate (open) and at its own (filled);\nband and bars: ± standard deviation over seeds"
+    )
     save(figure, path)
 
 

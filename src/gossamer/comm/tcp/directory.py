@@ -162,10 +162,11 @@ class DirectoryClient:
     def ask(self, request: Callable[[Store], T], timeout: float = ANSWER) -> T:
         """Return `request(store)`, which runs on the directory's thread. Raise Unreachable if it fails."""
         answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
-        if self._stopped:
-            raise Unreachable("this worker has left")
-        requests = self._requests
-        requests.put((request, answer))
+        with self._lock:  # what is put after close() would never be answered
+            if self._stopped:
+                raise Unreachable("this worker has left")
+            requests = self._requests
+            requests.put((request, answer))
         try:
             fine, value = answer.get(timeout=timeout)
         except queue.Empty:
