@@ -143,12 +143,12 @@ def table(found: tables.Found, metric: str) -> str:
         "|" + "---|" * len(head),
     ]
     for name, got in found.items():
-        values = tables._finals(got, "loss")
+        values = tables.finals(got, "loss")
         if not values:
             lines.append(f"| {name} | diverged |")
             continue
         row = [f"{name} ({len(values)} seed{'s' * (len(values) > 1)})"]
-        row += [tables.figure_of(tables._finals(got, metric), tables.DIGITS[metric])] if extra else []
+        row += [tables.figure_of(tables.finals(got, metric), tables.DIGITS[metric])] if extra else []
         row += [tables.figure_of(values, 3), interval(differences(found, name, BASE)) if name != BASE else ""]
         lines.append("| " + " | ".join(row) + " |")
     lines += ["", "| loss by seed | " + " | ".join(map(str, seeds)) + " |", "|---|" + "---|" * len(seeds)]
@@ -174,7 +174,7 @@ def trials_table(found: dict[str, dict[str, Any]]) -> str:
     lines = ["Loss on seed 0 at other rates:", "", "| setting | lr " + " | lr ".join(rates) + " |"]
     lines += ["|---|" + "---|" * len(rates)]
     for name, runs in found.items():
-        cells = [f"{tables._finals({'runs': [runs[r]]}, 'loss')[0]:.3f}" if r in runs else "" for r in rates]
+        cells = [f"{tables.finals({'runs': [runs[r]]}, 'loss')[0]:.3f}" if r in runs else "" for r in rates]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
