@@ -100,7 +100,7 @@ def perform(args: argparse.Namespace, folder: Path) -> tables.Found:
             made = run_once({**base, **values, "seed": seed}, file)
             runs[name].append(made)
             print(name, "seed", seed, made.get("final") or made["diverged"], made["cpu_seconds"], "s", flush=True)
-    return {name: {"lr": rate, "trials": {}, "runs": made} for name, made in runs.items() if made}
+    return {name: {"lr": rate, "runs": made} for name, made in runs.items() if made}
 
 
 def differences(found: tables.Found, name: str, base: str, key: str = "loss") -> list[float]:
@@ -206,8 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         summary += "\n\n" + trials_table(tried)
     if args.record:
         data = {"results": tables.compact(found)}
-        data["trials"] = {n: tables.compact({n: {"lr": 0.0, "trials": t, "runs": [*t.values()][:1]}})[n]["other_trials"]
-                          for n, t in tried.items()}  # fmt: skip
+        data["trials"] = {name: [tables.short(run) for run in runs.values()] for name, runs in tried.items()}
         write_record(args.record, data=data, summary=summary, environment=machine, note=NOTES.get(args.study, ""))
         pack(folder, args.record)
     print(summary)

@@ -22,21 +22,22 @@ def describe(study: str, found: Found) -> tuple[str, Picture]:
 
 
 def compact(found: Found) -> Found:
-    """What the record keeps of each run: one line of curve instead of a line a number."""
-
-    def short(run: dict[str, Any]) -> dict[str, Any]:
-        kept = {k: v for k, v in run.items() if k not in ("config", "curve", "evaluations")}
-        kept["seed"], kept["lr"] = run["config"]["seed"], run["config"]["lr"]
-        kept["training_loss_by_step"] = " ".join(f"{at}:{loss:.4g}" for at, loss in run["curve"][::3])
-        kept["loss_and_spread_by_step"] = " ".join(f"{at}:{a:.4g}/{b:.4g}" for at, a, b in run["evaluations"])
-        return kept
-
+    """What the record keeps: a setting's configuration once, and its runs in short."""
     made = {}
     for name, got in found.items():
         config = {k: v for k, v in got["runs"][0]["config"].items() if k not in ("seed", "lr")}
         config["options"] = {k: v for k, v in config["options"].items() if k != "data"}
         made[name] = {"config": config, "lr": got["lr"], "runs": [short(r) for r in got["runs"]]}
     return made
+
+
+def short(run: dict[str, Any]) -> dict[str, Any]:
+    """A run with one line of curve instead of a line a number."""
+    kept = {k: v for k, v in run.items() if k not in ("config", "curve", "evaluations")}
+    kept["seed"], kept["lr"] = run["config"]["seed"], run["config"]["lr"]
+    kept["training_loss_by_step"] = " ".join(f"{at}:{loss:.4g}" for at, loss in run["curve"][::3])
+    kept["loss_and_spread_by_step"] = " ".join(f"{at}:{a:.4g}/{b:.4g}" for at, a, b in run["evaluations"])
+    return kept
 
 
 def figure_of(values: list[float], digits: int) -> str:
