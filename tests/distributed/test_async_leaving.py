@@ -11,6 +11,7 @@ import torch
 from workers import loss_of, mlp, real, seeded
 
 import gossamer
+from elastic import until
 from gossamer.comm import deadline
 
 
@@ -69,14 +70,6 @@ def leaves_others_waiting(rank, decentralize):
 def test_a_worker_that_left_is_missed_in_a_collective_call(pools):
     message = pools(2).run(real, leaves_others_waiting)[0]
     assert "worker 0 lost worker 1, which left the job without close()" in message
-
-
-def until(condition):
-    for _ in range(60000):
-        if condition():
-            return
-        time.sleep(0.005)
-    raise AssertionError("the condition has not come true")
 
 
 def late(rank, decentralize, told, expected, **settings):
