@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from workers import QUICK_NAMES, undisturbed
+from workers import QUICK_NAMES, measured, undisturbed
 
 from gossamer.lab.workers.placement import Node, reserved_port
 
@@ -110,8 +110,9 @@ def test_a_slow_worker_takes_fewer_steps(pools):
         printed = pools(4).run(call_example, "asynchronous", {"steps": 120, "seconds": 0.02})[0]
         steps = [int(text) for text in re.findall(r"\d+", printed.split(";")[0])]
         assert len(steps) == 4
-        assert 120 <= sum(steps) < 140
-        assert steps[0] < min(steps[1:])
+        assert sum(steps) >= 120
+        measured(sum(steps) < 140, steps)
+        measured(steps[0] < min(steps[1:]), steps)
         assert number(printed, "test loss") < number(printed, "at the start") / 2
 
     undisturbed(attempt)
@@ -128,7 +129,7 @@ def test_the_trace_names_the_late_worker(pools, tmp_path):
         out = tmp_path / str(k)
         printed = pools(4).run(call_example, "tracing", {"steps": 20, "out": out})[0]
         assert printed.startswith("20 steps of ")
-        assert "waited for worker 1" in printed
+        measured("waited for worker 1" in printed, printed)
         assert (out / "trace.json").stat().st_size > 1000
 
     undisturbed(attempt)

@@ -20,13 +20,23 @@ QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
 _seeding = threading.Lock()
 
 
+class Disturbed(AssertionError):
+    """A measured value is not what it would be on an idle machine."""
+
+
+def measured(holds: bool, values: object) -> None:
+    """Assert what depends on measured times. Inside `undisturbed` it may hold in a later attempt."""
+    if not holds:
+        raise Disturbed(f"measured {values}")
+
+
 def undisturbed(attempt: Callable[[int], None], times: int = 10) -> None:
-    """Call `attempt(k)` for k = 0, 1, ... until its assertions hold. For measured times: on a busy machine a worker may
-    stand still for longer than one that is slow on purpose."""
+    """Call `attempt(k)` for k = 0, 1, ... until its `measured` values hold: on a busy machine a worker may stand still
+    for longer than one that is slow on purpose. Its other assertions hold in every attempt."""
     for k in range(times):
         try:
             return attempt(k)
-        except AssertionError:
+        except Disturbed:
             if k == times - 1:
                 raise
 
